@@ -101,11 +101,7 @@ def test_checkpointing_lowers_the_peak():
         with PeakTracker() as tracker:
             h = x
             for _ in range(4):
-                h = (
-                    torch.utils.checkpoint.checkpoint(segment, h, use_reentrant=False)
-                    if checkpoint
-                    else segment(h)
-                )
+                h = checkpoint(segment, h, use_reentrant=False) if recompute else segment(h)
             h.sum().backward()
         return tracker.peak_bytes
 
