@@ -1,0 +1,251 @@
+"""Closed-form work of one training step: parameters, floating-point operations, rows, bytes on the wire.
+
+Everything here is arithmetic on the sizes of a drafter, so a run can be judged before anything is allocated.
+`csbp.footprint` adds memory, `csbp.planner` turns both into time and a choice of context ranks.
+
+Notation as in the drafter: D width, I feed-forward width, H / G query / key-value heads, E head size,
+V vocabulary, A blocks, B rows of a block, L context rows, W sliding window, P context ranks, N ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from drafter.attention import LayerMask
+
+AnchorRule = Literal["uniform", "locality"]
+
+
+class ShapeError(ValueError):
+    """Sizes that no drafter or step can have."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """The sizes of a drafter that decide its cost.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_size, vocabulary, block_size: the config's own numbers.
+        feature_width: taps times the target's hidden size.
+        masks: one per layer.
+        conv_kernel: taps of the grouped dynamic convolution, 0 for a version 1 drafter.
+        conv_group: channels that share a dynamic coefficient.
+        selector_rank: width of the candidate selector, 0 for a version 1 drafter.
+        selector_top_k: candidates of a slot.
+        attention_bias: biases on the four attention projections.
+        tied_head: the target's head is its embedding, so that one frozen table is held and not two.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    feature_width: int
+    block_size: int
+    masks: tuple[LayerMask, ...]
+    conv_kernel: int = 0
+    conv_group: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    attention_bias: bool = False
+    tied_head: bool = False
+
+    @property
+    def layers(self) -> int:
+        return len(self.masks)
+
+    @property
+    def query_width(self) -> int:
+        """H * E."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """G * E, the elements of the keys (or of the values) of one row in one layer."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def conv_coefficients(self) -> int:
+        """Dynamic coefficients of one row of one convolution: 2 sides * taps * groups; 0 without one."""
+        return 2 * self.conv_kernel * (self.hidden // self.conv_group)
+
+    @property
+    def supervised_slots(self) -> int:
+        """Slots of a block that predict a token; slot 0 is the anchor."""
+        return self.block_size - 1
+
+    def parameters(self) -> dict[str, int]:
+        """Trainable parameters by part; the sum is the count of the released checkpoint's elements."""
+        d, e = self.hidden, self.head_size
+        bias = self.query_width + 2 * self.kv_width + d if self.attention_bias else 0
+        projections = 2 * d * self.query_width + 2 * d * self.kv_width + bias
+        convolution = 2 * (2 * self.conv_kernel * d + self.conv_coefficients * d)
+        return {
+            "fuse": d * self.feature_width,
+            "attention": self.layers * projections,
+            "mlp": self.layers * 3 * d * self.intermediate,
+            "convolution": self.layers * convolution,
+            "selector": self.selector_rank * (2 * self.vocabulary + d),
+            "norms": self.layers * (2 * d + 2 * e) + 2 * d,
+        }
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(self.parameters().values())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one replica trains in one micro-step.
+
+    Attributes:
+        context: rows L of one sequence.
+        anchors: blocks drawn from one sequence.
+        sequences: sequences of the micro-batch; the context axis is their concatenation.
+        anchor_rule: `uniform` draws anchors anywhere, `locality` one block apart in one neighbourhood.
+    """
+
+    context: int
+    anchors: int
+    sequences: int = 1
+    anchor_rule: AnchorRule = "uniform"
+
+    def __post_init__(self) -> None:
+        if self.context < 2 or self.anchors < 1 or self.sequences < 1:
+            raise ShapeError(
+                "a step needs a context of at least 2 rows, 1 anchor and 1 sequence; got "
+                f"context={self.context}, anchors={self.anchors}, sequences={self.sequences}"
+            )
+        if self.anchors >= self.context:
+            raise ShapeError(
+                f"{self.anchors} anchors do not fit in a context of {self.context} rows, which has "
+                f"{self.context - 1} anchor positions; lower anchors or raise context"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the context axis."""
+        return self.context * self.sequences
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the micro-step."""
+        return self.anchors * self.sequences
+
+
+def union_rows(work: Workload, window: int | None, block_size: int) -> float:
+    """Expected context rows of the axis that at least one block can see.
+
+    Uniform anchors are a draw of A from the L - 1 positions without replacement, so row t is needed by nobody
+    with probability C(L - 1 - m, A) / C(L - 1, A), where m = min(W - 1, L - 1 - t) positions would need it.
+    Anchors of one neighbourhood stand `block_size` apart, so their windows overlap (or touch) in one run.
+
+    Args:
+        work: the micro-step.
+        window: W, or None for a layer that sees everything before the anchor.
+        block_size: distance of neighbouring anchors under the locality rule.
+
+    Returns:
+        Rows, summed over the sequences; every row of the axis if `window` is None.
+    """
+    length, anchors = work.context, work.anchors
+    if window is None:
+        return float(work.rows)
+    history = min(window - 1, length - 1)
+    if work.anchor_rule == "locality":
+        span = (anchors - 1) * min(block_size, history) + history
+        return float(min(span, length) * work.sequences)
+    positions = length - 1
+    base = _log_choose(positions, anchors)
+
+    def needed(readers: int) -> float:
+        free = positions - readers
+        return 1.0 if free < anchors else -math.expm1(_log_choose(free, anchors) - base)
+
+    tail = math.fsum(needed(readers) for readers in range(history))
+    return work.sequences * ((length - history) * needed(history) + tail)
+
+
+def mean_visible(work: Workload, window: int | None) -> float:
+    """Expected context rows that the anchor of a block can see, before the window moves along the block.
+
+    The anchor is uniform over 1 .. L - 1 under both rules, so a full layer sees L / 2 rows on average.
+    """
+    last = work.context - 1
+    if window is None or window - 1 >= last:
+        return (last + 1) / 2
+    history = window - 1
+    return (history * (history + 1) / 2 + (last - history) * history) / last
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one part; a multiply-add counts two."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def step_flops(
+    shape: DrafterShape,
+    *,
+    blocks: float,
+    fused_rows: float,
+    projected_rows: tuple[float, ...],
+    pairs: tuple[float, ...],
+) -> dict[str, Flops]:
+    """Operations of the matrix products of one rank's step, by part.
+
+    A product of a weight costs 2 m n k forward and twice that backward (one product for the input, one for
+    the weight). Exceptions: features carry no gradient, so `fuse` has one backward product; the head is
+    frozen and the loss makes the gradient of its rows together with the logits, so `vocabulary` is two
+    products, both forward. Attention does two products per pair forward and five backward (the scores once
+    more, dV, dP, dQ, dK).
+
+    Args:
+        shape: the drafter.
+        blocks: blocks of the rank.
+        fused_rows: feature rows that the rank fuses.
+        projected_rows: context rows that the rank projects to keys and values, per layer.
+        pairs: (query row, key) pairs of the rank per layer, own block included.
+
+    Returns:
+        fuse, context_kv, block_projections, attention, mlp, convolution, vocabulary, selector.
+    """
+    d, rows, slots = shape.hidden, blocks * shape.block_size, blocks * shape.supervised_slots
+    layers = shape.layers
+
+    def product(m: float, n: float, k: float) -> Flops:
+        return Flops(2 * m * n * k, 4 * m * n * k)
+
+    pair = 4 * shape.query_width * sum(pairs)
+    return {
+        "fuse": Flops(2 * fused_rows * shape.feature_width * d, 2 * fused_rows * shape.feature_width * d),
+        "context_kv": product(sum(projected_rows), 2 * shape.kv_width, d),
+        "block_projections": product(rows * layers, 2 * shape.query_width + 2 * shape.kv_width, d),
+        "attention": Flops(pair, 2.5 * pair),
+        "mlp": product(rows * layers, 3 * shape.intermediate, d),
+        "convolution": product(rows * layers, 2 * shape.conv_coefficients, d),
+        "vocabulary": Flops(4 * slots * d * shape.vocabulary, 0.0),
+        "selector": product(slots, shape.selector_rank, d),
+    }
+
+
+def gradient_reduction_bytes(parameters: int, ranks: int, element_bytes: int) -> float:
+    """Bytes that a rank sends to average its gradients over all ranks: 2 (N - 1) / N of the buffer.
+
+    The same for an all-reduce and for the reduce-scatter and all-gather of sharded optimizer state.
+    """
+    return 2 * (ranks - 1) / ranks * parameters * element_bytes
