@@ -1,0 +1,112 @@
+"""Choosing tokens: the target's distribution and the lossless acceptance of drafts.
+
+Shape legend: R verified rows (the anchor and K drafts), K drafts, V vocabulary, C proposed candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target picks a token. `temperature` 0 means greedy; `top_k` 0 and `top_p` 1 mean everything."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter proposes for the K tokens after the anchor.
+
+    Attributes:
+        ids: int64 [K] proposed tokens.
+        probabilities: the proposal's own distribution of each slot, [K, V], or [K, C] over `candidates`; None
+            when every token was proposed with certainty (greedy drafting, prompt lookup).
+        candidates: int64 [K, C] token ids of the columns of `probabilities`.
+    """
+
+    ids: Tensor
+    probabilities: Tensor | None = None
+    candidates: Tensor | None = None
+
+
+def target_probabilities(logits_RV: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution [R, V] (float32) that the target samples from: temperature, then top-k, then top-p."""
+    scores = logits_RV.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        lowest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    probabilities = scores.softmax(dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(outside, 0.0))
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def pick(logits_V: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """One token id, int64 [1]."""
+    if sampling.greedy:
+        return logits_V.argmax(dim=-1, keepdim=True)
+    return torch.multinomial(target_probabilities(logits_V, sampling), 1, generator=generator)
+
+
+def accept(
+    logits_RV: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator | None
+) -> tuple[int, list[int]]:
+    """How many drafts the target accepts, and the tokens that the step emits (those and one more).
+
+    Greedy: drafts are accepted while they equal the target's argmax. Sampled: the rejection test of
+    speculative sampling (arXiv 2211.17192, algorithm 1), so emitted tokens are distributed as the target's
+    own. The device is waited for once.
+    """
+    if sampling.greedy:
+        posterior_R = logits_RV.argmax(dim=-1)
+        agreed = (posterior_R[:-1] == draft.ids).long().cumprod(dim=0).sum()
+        accepted, *tokens = torch.cat([agreed[None], posterior_R]).tolist()
+        return accepted, tokens[: accepted + 1]
+    return _accept_sampled(target_probabilities(logits_RV, sampling), draft, generator)
+
+
+def _accept_sampled(p_RV: Tensor, draft: Draft, generator: torch.Generator | None) -> tuple[int, list[int]]:
+    K = draft.ids.shape[0]
+    if K == 0:
+        return 0, torch.multinomial(p_RV[0], 1, generator=generator).tolist()
+    p_K = p_RV[:K].gather(-1, draft.ids[:, None])[:, 0]
+    if draft.probabilities is None:
+        q_K = torch.ones_like(p_K)
+    elif draft.candidates is None:
+        q_K = draft.probabilities.gather(-1, draft.ids[:, None])[:, 0]
+    else:
+        q_K = (draft.probabilities * (draft.candidates == draft.ids[:, None])).sum(dim=-1)
+    chance_K = torch.rand(K, generator=generator, device=p_RV.device, dtype=p_K.dtype)
+    accepted = (chance_K * q_K < p_K).long().cumprod(dim=0).sum()
+
+    # The row after the last accepted draft; what the proposal could have put there is taken off, unless every
+    # draft was accepted and the row is the target's alone.
+    row = accepted.clamp(max=K - 1)
+    rejected = (accepted < K).to(p_RV.dtype)
+    plain_V = p_RV[accepted]
+    residual_V = plain_V.clone()
+    if draft.probabilities is None:
+        residual_V.scatter_add_(0, draft.ids[row][None], -rejected[None])
+    elif draft.candidates is None:
+        residual_V -= rejected * draft.probabilities[row]
+    else:
+        residual_V.scatter_add_(0, draft.candidates[row], -rejected * draft.probabilities[row])
+    residual_V = residual_V.clamp_(min=0.0)
+    residual_V = torch.where(residual_V.sum() > 0, residual_V, plain_V)
+    bonus = torch.multinomial(residual_V, 1, generator=generator)
+    count, last, *ids = torch.cat([accepted[None], bonus, draft.ids]).tolist()
+    return count, [*ids[:count], last]

@@ -1,0 +1,143 @@
+"""The target model as the decode loops see it: one sequence, cached, with feature taps.
+
+Shape legend: T prompt tokens, R rows of one forward, V vocabulary, F feature width (taps x hidden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eval.errors import EvalError
+from eval.folded_attention import register
+from eval.kv_cache import open_cache
+from eval.prepack import can_prepack, prepack_linears
+
+_PREFILL_ROWS = 4096  # bounds the activations of a long prompt
+
+Observe = Callable[[Tensor], None]
+
+
+class Target:
+    """A causal language model of transformers with hooks on the layers that a drafter reads."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.config: Any = model.config.get_text_config()
+        self.layers: Any = model.get_decoder().layers
+        self._tapped: dict[int, Tensor] = {}
+        self._hooked: set[int] = set()
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device, attention: str, prepack: bool
+    ) -> Target:
+        """Load a checkpoint directory or hub name.
+
+        Args:
+            path: what `AutoModelForCausalLM.from_pretrained` takes.
+            dtype: of the weights.
+            device: where it runs.
+            attention: `folded` (see folded_attention.py) or any `attn_implementation` of transformers.
+            prepack: keep oneDNN copies of the large weights; ignored where there is no such kernel.
+
+        Raises:
+            EvalError: the checkpoint cannot be loaded.
+        """
+        from transformers import AutoModelForCausalLM
+
+        implementation = register() if attention == "folded" else attention
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=implementation
+            )
+        except (OSError, ValueError) as error:
+            raise EvalError(
+                f"target {path} could not be loaded as a causal language model: {error}"
+            ) from error
+        model.to(device)
+        if prepack and can_prepack(device, dtype):
+            prepack_linears(model)
+        return cls(model)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding table, [V, D]."""
+        table: Tensor = self.model.get_input_embeddings().weight
+        return table
+
+    @property
+    def head(self) -> nn.Module:
+        """The output projection; its `weight` is [V, D]."""
+        module: nn.Module = self.model.get_output_embeddings()
+        return module
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    def open(self, taps: Sequence[int] = ()) -> Session:
+        """Start a sequence; `taps` are the decoder layers (0-based) whose outputs its forwards return."""
+        for layer in taps:
+            if not 0 <= layer < len(self.layers):
+                raise EvalError(
+                    f"the drafter reads the output of target layer {layer}, but this target has layers "
+                    f"0 to {len(self.layers) - 1}; evaluate it with the target that it was trained for"
+                )
+            if layer not in self._hooked:
+                self.layers[layer].register_forward_hook(self._hook(layer))
+                self._hooked.add(layer)
+        return Session(self, tuple(taps))
+
+    def _hook(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            # A hook sees the raw residual; `hidden_states[-1]` would be the normed one for the last layer.
+            self._tapped[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def take_features(self, taps: Sequence[int]) -> Tensor | None:
+        """The tapped rows of the last forward side by side, [R, F]; None without taps."""
+        features = torch.cat([self._tapped[layer][0] for layer in taps], dim=-1) if taps else None
+        self._tapped.clear()
+        return features
+
+
+class Session:
+    """The cache of one sequence and the forwards that fill it."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...]) -> None:
+        self._target = target
+        self._taps = taps
+        self._cache = open_cache(target.config)
+        self._model = target.model
+
+    def prefill(self, ids_T: Tensor, observe: Observe | None = None) -> Tensor:
+        """Run the prompt; features go to `observe` part by part; returns the last position's logits, [V]."""
+        logits_V = ids_T.new_empty(0)
+        for part in ids_T.split(_PREFILL_ROWS):
+            logits, features_RF = self.forward(part, logits_to_keep=1)
+            self.drop(0)
+            if observe is not None and features_RF is not None:
+                observe(features_RF)
+            logits_V = logits[-1]
+        return logits_V
+
+    def forward(self, ids_R: Tensor, logits_to_keep: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Append R tokens; returns logits [R, V] (or of the last rows only) and features [R, F]."""
+        output = self._model(
+            ids_R[None], past_key_values=self._cache, use_cache=True, logits_to_keep=logits_to_keep
+        )
+        return output.logits[0], self._target.take_features(self._taps)
+
+    def drop(self, rows: int) -> None:
+        """Forget the last rows; to be called after every forward, also with 0, so that window layers trim."""
+        self._cache.crop(-rows)
