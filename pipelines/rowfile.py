@@ -1,8 +1,8 @@
 """Feature rows on disk: a safetensors file that can be written row by row and read by row slice.
 
 A safetensors file is an 8-byte header length, a JSON header and raw data. The header may be padded with
-blanks, so a file with a header area of fixed size can be appended to first and given its header when the number
-of rows is known. One file holds one tensor, `features` [rows, width].
+blanks, so a file with a header area of fixed size can be appended to first and given its header when the
+number of rows is known. One file holds one tensor, `features` [rows, width].
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from pipelines.rowfile import DTYPES, HEADER_BYTES, StoreError, sealed_bytes
 
 SCHEMA_VERSION = 1
 TAP_CONVENTION = (
-    "target_layer_ids are 0-based decoder-layer OUTPUTS (the residual stream after layer l, before any final norm); a "
-    "feature row is the concatenation of these taps in listed order"
+    "target_layer_ids are 0-based decoder-layer OUTPUTS (the residual stream after layer l, before any final "
+    "norm); a feature row is the concatenation of these taps in listed order"
 )
 
 SEGMENT = pa.struct([
@@ -219,7 +219,7 @@ def read_shard(path: Path) -> tuple[pa.Table, dict[str, int]]:
         parts = json.loads(table.schema.metadata[_PARTS_KEY])
     except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
         raise StoreError(
-            f"{path} is damaged ({error}); run the capture command again with --verify: it recaptures its samples"
+            f"{path} is damaged ({error}); capture again with --verify: it makes its samples anew"
         ) from None
     return table, parts
 
