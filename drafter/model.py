@@ -1,0 +1,203 @@
+"""The drafter: a few Qwen3-style layers whose attention also reads the target's own hidden states.
+
+Parameter names and shapes are those of released checkpoints (arXiv 2602.06036; PyPI dflash 0.1.0), so a state
+dict is a checkpoint. Embedding and head are the target's and live in `drafter.frozen.FrozenHead`.
+
+Shape legend: A blocks, B rows of a block, T context rows, D hidden, F width of a context feature,
+H query heads, G key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter.attention import BlockAttention
+from drafter.config import DrafterConfig
+from drafter.convolution import GroupedDynamicCausalConv
+from drafter.norm import RMSNorm
+from drafter.rope import Rotary, rotate
+from drafter.selector import CandidateSelector
+
+INITIALIZER_STD = 0.02
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Context(NamedTuple):
+    """The context rows [T, D] that one layer projects, with their angles."""
+
+    rows: Tensor
+    angles: Angles
+
+
+class Attention(nn.Module):
+    """Projections of one layer; context and block share the key and value matrices."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, rows: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Return normed, rotated keys and values [..., G, E] of context or block rows [..., D]."""
+        heads = (-1, self.head_dim)
+        return (
+            rotate(self.k_norm(self.k_proj(rows).unflatten(-1, heads)), *angles),
+            self.v_proj(rows).unflatten(-1, heads),
+        )
+
+    def forward(
+        self,
+        rows_ABD: Tensor,
+        block_angles: Angles,
+        context: Context,
+        attention: BlockAttention,
+        layer: int,
+    ) -> Tensor:
+        q_ABHE = self.q_norm(self.q_proj(rows_ABD).unflatten(-1, (-1, self.head_dim)))
+        k_block, v_block = self.keys_values(rows_ABD, block_angles)
+        k_context, v_context = self.keys_values(context.rows, context.angles)
+        mixed_ABHE = attention(layer, rotate(q_ABHE, *block_angles), k_block, v_block, k_context, v_context)
+        projected: Tensor = self.o_proj(mixed_ABHE.flatten(-2))
+        return projected
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        mixed: Tensor = self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return mixed
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each between the two halves of a convolution in DFlash2."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = SwiGLU(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv: GroupedDynamicCausalConv | None = None
+        self.mlp_conv: GroupedDynamicCausalConv | None = None
+        if config.version == 2:
+            kernel = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            self.attention_conv = GroupedDynamicCausalConv(*kernel)
+            self.mlp_conv = GroupedDynamicCausalConv(*kernel)
+
+    def forward(
+        self,
+        h_ABD: Tensor,
+        block_angles: Angles,
+        context: Context,
+        attention: BlockAttention,
+        layer: int,
+    ) -> Tensor:
+        rows = self.input_layernorm(h_ABD)
+        if self.attention_conv is None:
+            rows = self.self_attn(rows, block_angles, context, attention, layer)
+        else:
+            rows, delta = self.attention_conv.before(rows)
+            rows = self.self_attn(rows, block_angles, context, attention, layer)
+            rows = self.attention_conv.after(rows, delta)
+        h_ABD = h_ABD + rows
+        rows = self.post_attention_layernorm(h_ABD)
+        if self.mlp_conv is None:
+            return h_ABD + self.mlp(rows)
+        rows, delta = self.mlp_conv.before(rows)
+        return h_ABD + self.mlp_conv.after(self.mlp(rows), delta)
+
+
+class Drafter(nn.Module):
+    """DFlash (version 1) or DFlash2 (version 2); a new DFlash2 drafter computes what DFlash computes.
+
+    With `config.feature_scaling` there is one training-only buffer, `feature_scale` [F], that multiplies the
+    columns of `fc`: features whose sizes differ by orders of magnitude then train at one rate. An export
+    folds it into `fc`.
+    """
+
+    feature_scale: Tensor | None
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config) if config.version == 2 else None
+        scale = torch.ones(config.feature_width) if config.feature_scaling else None
+        self.register_buffer("feature_scale", scale)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw linear weights from N(0, 0.02); convolutions are the identity and the selector adds zero."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INITIALIZER_STD)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, (GroupedDynamicCausalConv, CandidateSelector)):
+                module.reset_parameters()
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """Project taps, side by side in `target_layer_ids` order, to context rows [T, D] of all layers."""
+        weight = self.fc.weight if self.feature_scale is None else self.fc.weight * self.feature_scale
+        context_TD: Tensor = self.hidden_norm(F.linear(features_TF.to(weight.dtype), weight))
+        return context_TD
+
+    def forward(
+        self,
+        context_TD: Tensor,
+        context_positions_T: Tensor,
+        block_embeddings_ABD: Tensor,
+        block_positions_AB: Tensor,
+        attention: BlockAttention,
+    ) -> Tensor:
+        """Return final-normed hidden states [A, B, D] of all block rows; row j predicts its own position.
+
+        Args:
+            context_TD: fused features of the context rows at hand, from `fuse`; T may be 0.
+            context_positions_T: int64 [T], rotary positions of these rows.
+            block_embeddings_ABD: from `drafter.frozen.embed_blocks`; A may be 0.
+            block_positions_AB: int64 [A, B], rotary positions of the block rows.
+            attention: mixes each block with what it may see of the context and of itself.
+        """
+        h_ABD = block_embeddings_ABD.to(self.norm.weight.dtype)
+        block_angles = self.rotary(block_positions_AB, h_ABD.dtype)
+        everything = Context(context_TD, self.rotary(context_positions_T, h_ABD.dtype))
+        context, selection = everything, None
+        for index, layer in enumerate(self.layers):
+            wanted = attention.context_rows(index)
+            if wanted is not selection:
+                # layers with one mask share one selection; gathering it once saves its copies and gradients
+                context, selection = _select(everything, wanted), wanted
+            h_ABD = layer(h_ABD, block_angles, context, attention, index)
+        normed: Tensor = self.norm(h_ABD)
+        return normed
+
+
+def _select(context: Context, wanted: Tensor | None) -> Context:
+    if wanted is None:
+        return context
+    cos, sin = context.angles
+    return Context(context.rows[wanted], (cos[wanted], sin[wanted]))
