@@ -7,7 +7,8 @@
     rejected.jsonl                       records that gave no sample, with the reason
 
 A feature row is the concatenation of the taps in the order of `target_layer_ids`. The last token of a sample
-may have no row: a generated token that ended the sample was never an input of the target.
+may have no stored row, because a generated token that ended the sample was never an input of the target; readers
+get zeros for it. No block can see that row: an anchor has at least one token after it and only rows before it.
 
 This module needs neither vLLM nor transformers.
 """
@@ -125,6 +126,11 @@ class FeatureStore:
         return self.manifest.feature_width
 
     @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the stored rows."""
+        return self.manifest.torch_dtype
+
+    @property
     def lengths(self) -> Tensor:
         """int64 [samples]: tokens of each sample, without reading the tokens."""
         per_shard = [np.diff(_values(table, "token_ids").offsets.to_numpy()) for table in self._shards]
@@ -149,29 +155,31 @@ class FeatureStore:
     def rows(self, index: int, start: int, stop: int) -> Tensor:
         """Feature rows [stop - start, taps * hidden] of sample `index` in the stored dtype.
 
-        Only the pages of those rows are read.
+        Only the pages of those rows are read. The last token's row is zeros if it has none (see the module).
 
         Raises:
-            StoreError: the range is not inside the sample's rows, or a part cannot be read.
+            StoreError: the range is not inside the sample, or a part cannot be read.
         """
         segments = self._sample_segments(index)
-        available = segments[-1].sample_row + segments[-1].rows if segments else 0
-        if not 0 <= start <= stop <= available:
+        stored = segments[-1].sample_row + segments[-1].rows
+        length = self._length(index)
+        if not 0 <= start <= stop <= length:
             raise StoreError(
-                f"rows [{start}, {stop}) of sample {index} asked for, but it has {available} feature rows"
+                f"rows [{start}, {stop}) of sample {index} asked for, but it has {length} tokens"
             )
         pieces = [
             self._slice(segment, max(start, segment.sample_row), min(stop, segment.sample_row + segment.rows))
             for segment in segments
             if segment.sample_row < stop and start < segment.sample_row + segment.rows
         ]
-        if not pieces:
-            return torch.empty(0, self.feature_width, dtype=self.manifest.torch_dtype)
+        missing = stop - max(start, stored)
+        if missing > 0 or not pieces:
+            pieces.append(torch.zeros(max(missing, 0), self.feature_width, dtype=self.dtype))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def damaged_samples(self) -> list[tuple[str, str, str]]:
         """(sample id, part or table, what differs) of each sample failing its checksums. Reads everything."""
-        row_bytes = self.feature_width * self.manifest.torch_dtype.itemsize
+        row_bytes = self.feature_width * self.dtype.itemsize
         damaged = []
         for index in range(len(self)):
             fields = self._fields(index).to_pylist()[0]
@@ -190,6 +198,11 @@ class FeatureStore:
             raise IndexError(f"sample {index} of a store with {len(self)} samples")
         shard, row = self._places[index]
         return self._shards[shard], row
+
+    def _length(self, index: int) -> int:
+        table, row = self._place(index)
+        offsets = _values(table, "token_ids").offsets
+        return int(offsets[row + 1].as_py() - offsets[row].as_py())
 
     def _fields(self, index: int) -> pa.Table:
         table, row = self._place(index)
