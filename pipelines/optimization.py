@@ -1,0 +1,223 @@
+"""Learning rate, AdamW, and the DeepSpeed engine that reduces gradients and shards optimizer state.
+
+Parameters stay in float32 whatever the compute dtype (autocast does the casting), so they are their own
+master copies, and moments are float32 too. The learning rate is a function of progress that is computed
+anew at every step; there is no scheduler object whose state could be restored wrongly.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW (arXiv 1711.05101)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(6e-4, gt=0, description="Peak learning rate (arXiv 2602.06036 trains with 6e-4).")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the first and second moment.")
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(
+        0.01, ge=0, description="Applied to matrices only, never to gains or kernels."
+    )
+    clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
+
+
+class ScheduleConfig(BaseModel):
+    """How long a run is and how its learning rate moves. Exactly one of steps, epochs and minutes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    steps: int | None = Field(None, ge=1, description="Optimizer steps.")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training samples.")
+    minutes: float | None = Field(
+        None,
+        gt=0,
+        description="Budget of wall time. The learning rate follows the clock, so such a run can be resumed "
+        "but not repeated bit by bit.",
+    )
+    warmup: float = Field(0.04, ge=0, lt=1, description="Share of the run with a rising learning rate.")
+    floor: float = Field(0.0, ge=0, le=1, description="Last learning rate of the cosine, as a share of lr.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ScheduleConfig:
+        given = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of steps, epochs and minutes; found {given or 'none'}")
+        return self
+
+    def total_steps(self, training_samples: int, samples_per_step: int) -> int | None:
+        """Optimizer steps of the run, or None where the clock decides."""
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is not None:
+            return max(1, math.ceil(self.epochs * training_samples / samples_per_step))
+        return None
+
+    def factor(self, step: int, total_steps: int | None, elapsed: float) -> float:
+        """Share of the peak learning rate for the update after `step` finished updates.
+
+        Args:
+            step: finished updates.
+            total_steps: updates of the whole run; None for a run by the clock.
+            elapsed: seconds since the run began, over all its resumptions; read only for a run by the clock.
+        """
+        if total_steps is not None:
+            done, warmup = step / total_steps, round(self.warmup * total_steps) / total_steps
+            rise = (step + 1) / total_steps
+        else:
+            assert self.minutes is not None
+            done, warmup = min(elapsed / (60.0 * self.minutes), 1.0), self.warmup
+            rise = done
+        if done < warmup:
+            return min(rise / warmup, 1.0)
+        if self.kind == "constant":
+            return 1.0
+        return self.floor + (1.0 - self.floor) * 0.5 * (
+            1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup))
+        )
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or a gradient is not a number any more."""
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW that clips the global norm itself and refuses to apply a non-finite gradient.
+
+    DeepSpeed keeps the norm and clips only under ZeRO; without ZeRO this class does both.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, clip: bool) -> None:
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.grad_norm: Tensor | None = None
+        self._clip = config.clip if clip else None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._clip is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, self._clip)
+            if not torch.isfinite(self.grad_norm):
+                raise NonFiniteError(f"gradient norm {float(self.grad_norm)}")
+        return super().step(closure)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay; gains, biases and convolution kernels (identity at the start) without."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.ndim == 2]
+    others = [p for p in parameters if p.ndim != 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Engine:
+    """A DeepSpeed engine reduced to what a step needs: backward, update, moments by parameter name."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, zero_stage: int) -> None:
+        import deepspeed
+
+        self.zero_stage = zero_stage
+        self._clip = config.clip
+        self._optimizer = ClippedAdamW(
+            parameter_groups(model, config.weight_decay), config, clip=zero_stage == 0
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self._optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                # we call step() once per optimizer step and backward() once per micro-batch
+                "managed_gradient_accumulation": False,
+                "zero_optimization": {"stage": zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "gradient_clipping": config.clip if zero_stage else 0.0,
+                "steps_per_print": None,
+            },
+        )
+        self.model = model
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` to the step's; `update` averages it over all ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, lr: float) -> float:
+        """Average gradients over ranks, clip, apply; returns the global norm before clipping.
+
+        Raises:
+            NonFiniteError: on every rank alike, since the norm is global.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm() if self.zero_stage else self._optimizer.grad_norm
+        value = float(norm) if norm is not None else math.nan
+        if not math.isfinite(value) or value < 0:  # DeepSpeed reports a non-finite norm as -1
+            raise NonFiniteError(f"gradient norm {value}")
+        return value
+
+    def moments(self) -> dict[str, Tensor]:
+        """Full float32 moments on the CPU as ``exp_avg.<parameter>``; collective under ZeRO."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key in MOMENTS:
+                value = self._moment(parameter, key)
+                found[f"{key}.{name}"] = value.detach().to("cpu", torch.float32, copy=True)
+        return found
+
+    def load_moments(self, moments: dict[str, Tensor], step: int) -> None:
+        """Put back what `moments` gave, after `step` updates."""
+        for flat in [p for group in self._optimizer.param_groups for p in group["params"]]:
+            self._optimizer.state[flat] = {
+                "step": torch.tensor(float(step), device=flat.device),
+                **{key: torch.zeros_like(flat, dtype=torch.float32) for key in MOMENTS},
+            }
+        if self.zero_stage:
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self.model.named_parameters():
+            for key in MOMENTS:
+                self._set_moment(parameter, key, moments[f"{key}.{name}"].to(parameter.device))
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if self.zero_stage:
+            return safe_get_full_optimizer_state(parameter, key)
+        return self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+
+    def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if self.zero_stage:
+            safe_set_full_optimizer_state(parameter, value, key)
+        else:
+            self._optimizer.state[parameter][key].copy_(value)
+
+
+def prepare_deepspeed() -> None:
+    """Settings that have to stand before DeepSpeed is imported: device, no compiled extensions, few words."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    # a shared-memory all-reduce for inference that DeepSpeed would compile at start; gloo does the work here
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
