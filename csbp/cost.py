@@ -36,6 +36,7 @@ class DrafterShape:
         selector_top_k: candidates of a slot.
         attention_bias: biases on the four attention projections.
         tied_head: the target's head is its embedding, so that one frozen table is held and not two.
+        low_rank_selector: the selector's codebooks are trained as projections of the frozen embedding.
     """
 
     hidden: int
@@ -53,6 +54,7 @@ class DrafterShape:
     selector_top_k: int = 0
     attention_bias: bool = False
     tied_head: bool = False
+    low_rank_selector: bool = False
 
     @property
     def layers(self) -> int:
@@ -89,7 +91,7 @@ class DrafterShape:
             "attention": self.layers * projections,
             "mlp": self.layers * 3 * d * self.intermediate,
             "convolution": self.layers * convolution,
-            "selector": self.selector_rank * (2 * self.vocabulary + d),
+            "selector": self.selector_rank * (2 * (d if self.low_rank_selector else self.vocabulary) + d),
             "norms": self.layers * (2 * d + 2 * e) + 2 * d,
         }
 
@@ -205,14 +207,17 @@ def step_flops(
     fused_rows: float,
     projected_rows: tuple[float, ...],
     pairs: tuple[float, ...],
+    scored_rows: int | None = None,
+    selector_fraction: float = 1.0,
 ) -> dict[str, Flops]:
     """Operations of the matrix products of one rank's step, by part.
 
     A product of a weight costs 2 m n k forward and twice that backward (one product for the input, one for
     the weight). Exceptions: features carry no gradient, so `fuse` has one backward product; the head is
     frozen and the loss makes the gradient of its rows together with the logits, so `vocabulary` is two
-    products, both forward. Attention does two products per pair forward and five backward (the scores once
-    more, dV, dP, dQ, dK).
+    products, both forward; the selector's candidates are one more search of the whole vocabulary, and each
+    costs two products with its head row (the logit and its gradient). Attention does two products per pair
+    forward and five backward.
 
     Args:
         shape: the drafter.
@@ -220,27 +225,39 @@ def step_flops(
         fused_rows: feature rows that the rank fuses.
         projected_rows: context rows that the rank projects to keys and values, per layer.
         pairs: (query row, key) pairs of the rank per layer, own block included.
+        scored_rows: rows of the head that the loss scores; None for the whole vocabulary.
+        selector_fraction: share of the blocks that train the selector.
 
     Returns:
-        fuse, context_kv, block_projections, attention, mlp, convolution, vocabulary, selector.
+        fuse, context_kv, block_projections, attention, mlp, convolution, vocabulary, candidates, selector.
     """
     d, rows, slots = shape.hidden, blocks * shape.block_size, blocks * shape.supervised_slots
-    layers = shape.layers
+    layers, chosen = shape.layers, slots * selector_fraction if shape.selector_rank else 0.0
+    scored = shape.vocabulary if scored_rows is None else scored_rows
 
     def product(m: float, n: float, k: float) -> Flops:
         return Flops(2 * m * n * k, 4 * m * n * k)
 
-    pair = 4 * shape.query_width * sum(pairs)
+    fused = 2 * fused_rows * shape.feature_width * d
+    candidates = 2 * chosen * d * shape.selector_top_k
+    selector = product(chosen, shape.selector_rank, d * (2 if shape.low_rank_selector else 1))
     return {
-        "fuse": Flops(2 * fused_rows * shape.feature_width * d, 2 * fused_rows * shape.feature_width * d),
+        "fuse": Flops(fused, fused),
         "context_kv": product(sum(projected_rows), 2 * shape.kv_width, d),
         "block_projections": product(rows * layers, 2 * shape.query_width + 2 * shape.kv_width, d),
-        "attention": Flops(pair, 2.5 * pair),
+        "attention": pair_flops(shape, sum(pairs)),
         "mlp": product(rows * layers, 3 * shape.intermediate, d),
         "convolution": product(rows * layers, 2 * shape.conv_coefficients, d),
-        "vocabulary": Flops(4 * slots * d * shape.vocabulary, 0.0),
-        "selector": product(slots, shape.selector_rank, d),
+        "vocabulary": Flops(4 * slots * d * scored, 0.0),
+        "candidates": Flops(2 * chosen * d * shape.vocabulary + candidates, candidates),
+        "selector": selector,
     }
+
+
+def pair_flops(shape: DrafterShape, pairs: float) -> Flops:
+    """Two products of H * E per pair forward; backward the scores again, dV, dP, dQ and dK."""
+    product = 2 * shape.query_width * pairs
+    return Flops(2 * product, 5 * product)
 
 
 def gradient_reduction_bytes(parameters: int, ranks: int, element_bytes: int) -> float:

@@ -95,6 +95,17 @@ def _hopper(name: str, memory_gib: float, memory_bandwidth: float) -> DeviceCons
 PRESETS = {
     "h100-80gb": _hopper("NVIDIA H100 SXM 80GB", 79.6, 3.35e12),
     "h200": _hopper("NVIDIA H200 SXM 141GB", 140.4, 4.8e12),
+    "cpu": DeviceConstants(
+        name="one CPU core",
+        source="assumed: one AVX-512 core, fp32, and gloo over loopback; `bench device` measures",
+        matmul_flops=60e9,
+        matmul_efficiency=1.0,
+        attention_efficiency=0.5,
+        memory_bandwidth=10e9,
+        memory_bytes=8 * 2**30,
+        link_bandwidth=1e9,
+        link_latency=100e-6,
+    ),
 }
 
 

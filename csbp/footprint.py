@@ -1,0 +1,218 @@
+"""Peak bytes of one rank, by part, at each moment of a training step.
+
+A step is followed through the moments at which memory can peak: the vocabulary loss after the forward pass,
+the backward pass of each layer, and the optimizer. What a layer keeps for its backward pass is counted
+tensor by tensor, as the drafter's modules save them. Parameters are float32 whatever the compute dtype
+(autocast makes the narrow copies), so they are their own masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from csbp.cost import DrafterShape
+from csbp.share import RankShare
+
+WIDE = 4  # parameters, gradients, moments, residual stream, softmax and loss statistics: float32
+ZERO_BUCKET = 500_000_000  # elements of DeepSpeed's reduction bucket (0.19 `reduce_bucket_size`)
+
+LOGIT_TILE = 4 * 512 * 2048 * WIDE  # logits of a tile, with what is made of them
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is computed, where it changes bytes or time.
+
+    Attributes:
+        compute_bytes: of a matrix product's element: 4 for fp32, 2 for bf16 under autocast.
+        feature_bytes: of a stored feature element.
+        zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, over all ranks.
+        vocabulary_sample: rows of the head that the loss scores, 0 for all.
+        selector_fraction: share of the blocks that train the selector.
+        prefetch: micro-batches of features that wait in the same memory as the step.
+        accumulate: gradients of earlier micro-batches are alive.
+    """
+
+    compute_bytes: int = 2
+    feature_bytes: int = 2
+    zero_stage: Literal[0, 1, 2] = 0
+    vocabulary_sample: int = 0
+    selector_fraction: float = 1.0
+    prefetch: int = 0
+    accumulate: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Autocast is on: products run on narrow copies of wide tensors, which their backward pass keeps."""
+        return self.compute_bytes < WIDE
+
+
+def peak_parts(shape: DrafterShape, share: RankShare, settings: StepSettings, world: int) -> dict[str, float]:
+    """Bytes by part at the moment of the step when their sum is largest."""
+    return max(moments(shape, share, settings, world).values(), key=lambda parts: sum(parts.values()))
+
+
+def moments(
+    shape: DrafterShape, share: RankShare, settings: StepSettings, world: int
+) -> dict[str, dict[str, float]]:
+    """Bytes by part at every moment where memory can peak.
+
+    Args:
+        shape: the drafter.
+        share: the rank's rows and blocks.
+        settings: of the step.
+        world: N, all ranks, over which ZeRO shards.
+    """
+    step = _Step(shape, share, settings, world)
+    found = {"fuse": step.fuse(), "vocabulary loss": step.vocabulary_loss()}
+    for layer in reversed(range(shape.layers)):
+        found[f"backward of layer {layer}"] = step.backward(layer)
+    found["backward of the fusion"] = step.backward_fusion()
+    found["optimizer"] = step.optimizer()
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    shape: DrafterShape
+    share: RankShare
+    settings: StepSettings
+    world: int
+
+    @property
+    def block_rows(self) -> int:
+        return self.share.blocks * self.shape.block_size
+
+    @property
+    def slots(self) -> int:
+        return self.share.blocks * self.shape.supervised_slots
+
+    def state(self) -> dict[str, float]:
+        """What lives through the whole step."""
+        parameters, settings = self.shape.parameter_count, self.settings
+        sharded = self.world if settings.zero_stage else 1
+        master = WIDE * parameters / self.world if settings.zero_stage else 0.0
+        tables = 1 if self.shape.tied_head else 2
+        features = self.share.feature_rows * self.shape.feature_width * settings.feature_bytes
+        return {
+            "weights": WIDE * parameters,
+            "frozen tables": tables * self.shape.vocabulary * self.shape.hidden * settings.compute_bytes,
+            "optimizer state": 2 * WIDE * parameters / sharded + master,
+            "features": features,
+            "feature prefetch": settings.prefetch * features,
+        }
+
+    def gradients(self, parameters: float) -> float:
+        """Gradients of some of the parameters, beside those of earlier micro-batches."""
+        settings, count = self.settings, float(self.shape.parameter_count)
+        if settings.zero_stage == 2:
+            return WIDE * (count / self.world + min(ZERO_BUCKET, parameters))
+        return WIDE * (count if settings.accumulate else parameters)
+
+    def context(self, layers: int) -> dict[str, float]:
+        """Fused rows, and the keys and values of the first `layers` layers."""
+        rows = self.share.feature_rows
+        feature_copy = (
+            0 if self.settings.feature_bytes == self.settings.compute_bytes else self.settings.compute_bytes
+        )
+        fused = rows * (2 * self.shape.hidden * self.settings.compute_bytes + WIDE)
+        kept = sum(self._context_layer(self.share.layers[layer].own_rows) for layer in range(layers))
+        return {
+            "feature copy": rows * self.shape.feature_width * feature_copy,
+            "fused rows": fused,
+            "context keys and values": kept,
+        }
+
+    def _context_layer(self, rows: float) -> float:
+        """Keys before and after their norm, values, and the norm's statistics."""
+        return rows * (3 * self.shape.kv_width * self.settings.compute_bytes + WIDE * self.shape.kv_heads)
+
+    def blocks(self, layers: int) -> float:
+        return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
+
+    def casts(self) -> float:
+        """Narrow copies of the weights, alive until the backward pass is over."""
+        return self.settings.compute_bytes * self.shape.parameter_count if self.settings.narrow else 0.0
+
+    def transport(self, layer: int) -> float:
+        """Rows of other ranks: a ring holds two shards and, backward, two of their gradients."""
+        rows, element = self.share.layers[layer].received_rows, self.settings.compute_bytes
+        buffers = 2 if self.share.layers[layer].transport == "ring" else 1
+        return buffers * rows * 2 * self.shape.kv_width * (element + WIDE)
+
+    def fuse(self) -> dict[str, float]:
+        return {
+            **self.state(),
+            "gradients": self.gradients(0),
+            **self.context(0),
+            "weight copies": self.casts(),
+        }
+
+    def vocabulary_loss(self) -> dict[str, float]:
+        hidden = (2 * self.block_rows + 2 * self.slots) * self.shape.hidden * WIDE
+        return {
+            **self.state(),
+            "gradients": self.gradients(0),
+            **self.context(self.shape.layers),
+            "block activations": self.blocks(self.shape.layers),
+            "weight copies": self.casts(),
+            "vocabulary loss": LOGIT_TILE + hidden,
+        }
+
+    def backward(self, layer: int) -> dict[str, float]:
+        parts = self.shape.parameters()
+        per_layer = (parts["attention"] + parts["mlp"] + parts["convolution"]) / self.shape.layers
+        done = (self.shape.layers - layer) * per_layer + parts["selector"]
+        element = self.settings.compute_bytes
+        widest = 3 * self.shape.intermediate * element + 2 * self.shape.hidden * WIDE
+        context = self.share.layers[layer].own_rows * 2 * self.shape.kv_width * (WIDE + element)
+        return {
+            **self.state(),
+            "gradients": self.gradients(done),
+            **self.context(layer + 1),
+            "block activations": self.blocks(layer + 1),
+            "weight copies": self.casts(),
+            "backward temporaries": self.block_rows * widest + context,
+            "context gradient": self.share.feature_rows * self.shape.hidden * element,
+            "transport": self.transport(layer),
+        }
+
+    def backward_fusion(self) -> dict[str, float]:
+        gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
+        return {
+            **self.state(),
+            "gradients": self.gradients(self.shape.parameter_count),
+            **self.context(0),
+            "weight copies": self.casts(),
+            "context gradient": gradient,
+        }
+
+    def optimizer(self) -> dict[str, float]:
+        return {**self.state(), "gradients": self.gradients(self.shape.parameter_count)}
+
+
+def block_row_bytes(shape: DrafterShape, settings: StepSettings) -> float:
+    """Bytes that one layer keeps for one block row until its backward pass."""
+    c, d = settings.compute_bytes, shape.hidden
+    attention_inputs, mlp_inputs = 3, 2
+    sublayers = 0.0
+    for products in (attention_inputs, mlp_inputs):
+        sublayers += WIDE * (d + 1)  # the norm's input (the residual stream) and its statistic
+        if shape.conv_kernel:
+            sublayers += WIDE * d + c * shape.conv_coefficients + c * d  # normed rows, coefficients, output
+            sublayers += c * d * (products + 1) if settings.narrow else WIDE * d
+        else:
+            sublayers += c * d * products if settings.narrow else WIDE * d
+    heads = shape.heads + shape.kv_heads
+    projections = c * (2 * shape.query_width + 3 * shape.kv_width) + WIDE * heads
+    mixed = (
+        2 * c * shape.query_width + WIDE * shape.heads
+    )  # output and log-sum-exp of attention, o_proj's input
+    return sublayers + projections + mixed + c * 4 * shape.intermediate
+
+
+def fits(parts: Mapping[str, float], memory_bytes: float, headroom: float) -> bool:
+    """Whether the parts leave `headroom` (a fraction) of the memory free."""
+    return sum(parts.values()) <= memory_bytes * (1 - headroom)

@@ -1,0 +1,282 @@
+"""Chooses how many ranks share one sequence, before anything is allocated.
+
+For every divisor P of N ranks it estimates the peak bytes of the most loaded rank and the time of a step,
+so a run that cannot fit is refused with what would fit, and N / P replicas follow from the choice of P.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from csbp.cost import DrafterShape, Workload, gradient_reduction_bytes, pair_flops, step_flops
+from csbp.device import DeviceConstants
+from csbp.footprint import WIDE, StepSettings, block_row_bytes, fits, peak_parts
+from csbp.share import Placement, RankShare, placements, rank_share
+
+GIB = 2**30
+CLEAR_GAIN = 0.10  # a larger P has to be faster by more than the estimate's own error
+HEADROOM = 0.08  # of the memory: allocator fragments, CUDA context, communicators
+UPDATE_ACCESSES = 7  # AdamW reads parameter, gradient and two moments, and writes all but the gradient
+_LARGEST_WORLD = 4096
+
+
+class PlanError(ValueError):
+    """No number of context ranks fits."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One P.
+
+    Attributes:
+        context_ranks, replicas: P and N / P.
+        placement, transports: how blocks and rows are dealt out, and the transport of each layer.
+        peak: bytes by part of the most loaded rank, at the moment of the step when their sum is largest.
+        fits: whether the peak leaves the headroom free.
+        time: seconds of a step by part.
+        tokens: supervised tokens of one replica's step.
+        sent_bytes: context bytes that a rank sends in a step.
+        feature_rows: rows that a rank reads.
+    """
+
+    context_ranks: int
+    replicas: int
+    placement: Placement
+    transports: tuple[str, ...]
+    peak: dict[str, float]
+    fits: bool
+    time: dict[str, float]
+    tokens: int
+    sent_bytes: float
+    feature_rows: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.peak.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.time.values())
+
+    @property
+    def group_rate(self) -> float:
+        """Supervised tokens a second of one replica group of P ranks."""
+        return self.tokens / self.step_seconds
+
+    @property
+    def fleet_rate(self) -> float:
+        """Supervised tokens a second of all N ranks."""
+        return self.replicas * self.group_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self),
+            "peak_gib": self.peak_bytes / GIB,
+            "step_seconds": self.step_seconds,
+            "group_tokens_per_second": self.group_rate,
+            "fleet_tokens_per_second": self.fleet_rate,
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        shape, work, settings: the drafter, a replica's micro-step, and how it is computed.
+        world: N ranks.
+        device: of each rank.
+        headroom: fraction of the device's memory that stays free.
+    """
+
+    shape: DrafterShape
+    work: Workload
+    settings: StepSettings
+    world: int
+    device: DeviceConstants
+    headroom: float = HEADROOM
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every divisor of N, and the choice.
+
+    Attributes:
+        candidates: by ascending P; of the placements of a P, the fastest that fits, or else the smallest.
+        chosen: the candidate to run.
+        verdicts: for each candidate, why it is or is not the choice.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    verdicts: tuple[str, ...]
+
+
+def make_plan(question: Question) -> Plan:
+    """Estimate every P and choose.
+
+    The smallest P that fits is chosen, since it leaves most replicas, unless a larger one is faster by more
+    than 10 % of the fleet's rate.
+
+    Raises:
+        PlanError: none fits; the message says which memory, number of ranks or ZeRO stage would.
+    """
+    found = candidates(question)
+    fitting = [candidate for candidate in found if candidate.fits]
+    if not fitting:
+        raise PlanError(_refusal(question, found))
+    chosen = fitting[0]
+    fastest = max(fitting, key=lambda candidate: candidate.fleet_rate)
+    if fastest.fleet_rate > (1 + CLEAR_GAIN) * chosen.fleet_rate:
+        chosen = fastest
+    verdicts = tuple(_verdict(candidate, chosen) for candidate in found)
+    return Plan(tuple(found), chosen, verdicts)
+
+
+def choose_context_ranks(question: Question) -> int:
+    """P for `context_ranks: auto`. Raises PlanError like `make_plan`."""
+    return make_plan(question).chosen.context_ranks
+
+
+def candidates(question: Question) -> list[Candidate]:
+    """One candidate for every divisor of N, by ascending P."""
+    found = []
+    for ranks in _divisors(question.world):
+        options = [
+            _estimate(question, ranks, placement)
+            for placement in placements(question.shape, question.work, ranks)
+        ]
+        found.append(min(options, key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak_bytes)))
+    return found
+
+
+def _estimate(question: Question, ranks: int, placement: Placement) -> Candidate:
+    shape, work, settings = question.shape, question.work, question.settings
+    share = rank_share(shape, work, ranks, placement, wire_bytes=settings.compute_bytes)
+    peak = peak_parts(shape, share, settings, question.world)
+    return Candidate(
+        context_ranks=ranks,
+        replicas=question.world // ranks,
+        placement=placement,
+        transports=tuple(layer.transport for layer in share.layers),
+        peak=peak,
+        fits=fits(peak, question.device.memory_bytes, question.headroom),
+        time=step_time(question, share, ranks),
+        tokens=work.blocks * shape.supervised_slots,
+        sent_bytes=share.sent_bytes,
+        feature_rows=share.feature_rows,
+    )
+
+
+def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, float]:
+    """Seconds of one micro-step of a rank and the update after it, by part.
+
+    Products and attention run at the device's reached rates. `memory traffic` moves every kept activation
+    three times (written, read, its gradient). Context bytes travel behind the attention of the same layer,
+    so only what takes longer is exposed. The reduction of gradients and the update follow the backward
+    pass.
+    """
+    shape, settings, device, world = question.shape, question.settings, question.device, question.world
+    blocks = question.work.blocks / ranks
+    flops = step_flops(
+        shape,
+        blocks=blocks,
+        fused_rows=share.feature_rows,
+        projected_rows=tuple(layer.own_rows for layer in share.layers),
+        pairs=tuple(layer.pairs for layer in share.layers),
+        scored_rows=settings.vocabulary_sample or shape.vocabulary,
+        selector_fraction=settings.selector_fraction,
+    )
+    attention_rate = device.matmul_flops * device.attention_efficiency
+    attention = flops.pop("attention").total / attention_rate
+    products = sum(part.total for part in flops.values()) / (device.matmul_flops * device.matmul_efficiency)
+    kept = shape.layers * blocks * shape.block_size * block_row_bytes(shape, settings)
+    exposed = 0.0
+    for layer in share.layers:
+        if layer.forward_bytes:
+            sent = (layer.forward_bytes + layer.backward_bytes) / device.link_bandwidth
+            exposed += max(0.0, sent - pair_flops(shape, layer.pairs).total / attention_rate)
+            exposed += 2 * (ranks - 1) * device.link_latency
+    reduction = gradient_reduction_bytes(shape.parameter_count, world, WIDE)
+    updated = shape.parameter_count / (world if settings.zero_stage else 1)
+    read = share.feature_rows * shape.feature_width * settings.feature_bytes
+    time = {
+        "matrix products": products,
+        "attention": attention,
+        "memory traffic": 3 * kept / device.memory_bandwidth,
+        "context transport": exposed,
+        "gradient reduction": reduction / device.link_bandwidth + 2 * (world - 1) * device.link_latency,
+        "update": UPDATE_ACCESSES * WIDE * updated / device.memory_bandwidth,
+    }
+    if device.disk_read is not None:
+        # features are read behind the step before, so only a slower disk shows
+        time["feature reads"] = max(0.0, read / device.disk_read - sum(time.values()))
+    return time
+
+
+def _refusal(question: Question, found: list[Candidate]) -> str:
+    best = min(found, key=lambda candidate: candidate.peak_bytes)
+    memory = question.device.memory_bytes
+    largest, size = max(best.peak.items(), key=lambda item: item[1])
+    tried = ", ".join(str(candidate.context_ranks) for candidate in found)
+    return (
+        f"expected a rank's peak to fit in {memory * (1 - question.headroom) / GIB:.1f} GiB "
+        f"({memory / GIB:.1f} GiB less {question.headroom:.0%} headroom), but the smallest over "
+        f"P = {tried} is {best.peak_bytes / GIB:.1f} GiB at P = {best.context_ranks}, of which {largest} "
+        f"takes {size / GIB:.1f} GiB. It would fit with {', or with '.join(_remedies(question, best))}"
+    )
+
+
+def _remedies(question: Question, best: Candidate) -> list[str]:
+    """The smallest change of each kind that fits."""
+    found = [f"{best.peak_bytes / (1 - question.headroom) / GIB:.1f} GiB of memory a rank"]
+    for stage in (1, 2):
+        settings = dataclasses.replace(question.settings, zero_stage=stage)
+        if stage > question.settings.zero_stage and _fits(dataclasses.replace(question, settings=settings)):
+            found.append(f"ZeRO stage {stage}")
+            break
+    world = question.world * 2
+    while world <= _LARGEST_WORLD and not _fits(dataclasses.replace(question, world=world)):
+        world *= 2
+    if world <= _LARGEST_WORLD:
+        found.append(f"{world} ranks")
+    blocks = _most_anchors(question)
+    if blocks:
+        found.append(f"{blocks} anchors a sequence instead of {question.work.anchors}")
+    return found
+
+
+def _fits(question: Question) -> bool:
+    return any(candidate.fits for candidate in candidates(question))
+
+
+def _most_anchors(question: Question) -> int:
+    """Most anchors that fit, a power of two; 0 if not even one does."""
+    anchors = 1 << (question.work.anchors.bit_length() - 1)
+    while anchors:
+        work = dataclasses.replace(question.work, anchors=anchors)
+        if anchors < question.work.anchors and _fits(dataclasses.replace(question, work=work)):
+            return anchors
+        anchors //= 2
+    return 0
+
+
+def _verdict(candidate: Candidate, chosen: Candidate) -> str:
+    if candidate is chosen:
+        return "chosen"
+    if not candidate.fits:
+        largest, size = max(candidate.peak.items(), key=lambda item: item[1])
+        return f"does not fit; {largest} takes {size / GIB:.1f} GiB"
+    ratio = candidate.fleet_rate / chosen.fleet_rate
+    slower = (
+        f"fleet at {ratio:.0%} of the chosen rate with {candidate.replicas} of {chosen.replicas} replicas"
+    )
+    if candidate.context_ranks > chosen.context_ranks:
+        return slower if ratio < 1 else f"{slower}; a gain below the estimate's error"
+    return slower
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
