@@ -1,8 +1,9 @@
 """The one seam between a drafter and whoever provides attention over its context.
 
 A drafter layer projects queries, its own block's keys and values, and the context keys and values that it is
-told to project; it then asks a `BlockAttention` to mix them. Training on one rank, training on context-sharded
-ranks (`csbp`) and decoding with a cache are three implementations of the same two methods.
+told to project; it then asks a `BlockAttention` to mix them. Training on one rank, training on
+context-sharded ranks (`csbp`) and decoding with a cache are three implementations of the same two
+methods.
 
 Shape legend: A blocks, B rows of a block, T context rows held by this rank, H query heads, G key/value heads,
 E head size.

@@ -36,8 +36,8 @@ def normalise_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
     if rope["rope_type"] not in SUPPORTED_ROPE_TYPES:
         raise ConfigError(
-            f"rope_type {rope['rope_type']!r} is not one of {SUPPORTED_ROPE_TYPES}: others depend on the length "
-            "of the sequence or rotate parts of the head; give the drafter an explicit rope"
+            f"rope_type {rope['rope_type']!r} is not one of {SUPPORTED_ROPE_TYPES}: others depend on the "
+            "length of the sequence or rotate parts of the head; give the drafter an explicit rope"
         )
     partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:

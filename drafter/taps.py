@@ -21,7 +21,9 @@ def tap_problem(target_layer_ids: Sequence[int], num_target_layers: int) -> str 
     """
     ids = list(target_layer_ids)
     if any(after <= before for before, after in itertools.pairwise(ids)):
-        return f"target_layer_ids {ids} are not strictly increasing; engines sort them, and features would be permuted"
+        return (
+            f"target_layer_ids {ids} must increase strictly: engines sort them, which permutes the features"
+        )
     if ids[0] < 0 or ids[-1] >= num_target_layers - 1:
         return (
             f"target_layer_ids {ids} must lie in 0..{num_target_layers - 2}: the last of the target's "

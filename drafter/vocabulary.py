@@ -1,0 +1,235 @@
+"""Cross entropy and top-k against the frozen head, in tiles: [rows, vocabulary] logits never exist.
+
+The head does not train, so the gradient of a row's cross entropy,
+dCE/dh = multiplier * (sum_v p_v s_v W_v - s_gold W_gold) with s the slope of the soft cap, is known as soon
+as the softmax is. It is accumulated in the forward pass like flash attention with the head as keys and as
+values: two products with the head in all, and a backward pass that only scales [M, D] by the incoming
+gradient. Every other loss on hard labels is a function of CE alone (p_gold = exp(-CE)), so autograd does the
+rest.
+
+Shape legend: M rows, V vocabulary (or its sampled part), D hidden, k candidates, m rows of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.config import DrafterConfig
+from drafter.frozen import FrozenHead
+from drafter.gather import gathered_dot
+
+ROW_TILE = 512
+VOCABULARY_TILE = 2048
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """From a product with the head to a logit: a factor, then an optional soft cap s * tanh(z / s)."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: DrafterConfig) -> LogitScale:
+        return cls(config.output_multiplier, config.final_logit_softcapping)
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return logits in float32 or wider."""
+        logits = products.to(torch.promote_types(products.dtype, torch.float32)) * self.multiplier
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary that a loss sees.
+
+    Attributes:
+        table: [S, D] head rows.
+        gold: int64 [M], row of `table` that holds each label.
+        log_weights: float32 [S] added to logits in the partition sum, or None for the whole vocabulary.
+    """
+
+    table: Tensor
+    gold: Tensor
+    log_weights: Tensor | None
+
+
+def full_vocabulary(labels_M: Tensor, head: FrozenHead) -> Vocabulary:
+    return Vocabulary(head.head, labels_M, None)
+
+
+def sampled_vocabulary(
+    labels_M: Tensor, head: FrozenHead, extra: int, generator: torch.Generator | None = None
+) -> Vocabulary:
+    """Take the labels, the most frequent tokens and a uniform sample of the rest.
+
+    Half of `extra` goes to `head.frequent_ids`, where there are any. Each of the n drawn from the remaining N
+    tokens stands for N / n of them, so its logit gets log(N / n) in the partition sum.
+    """
+    size = len(head.head)
+    frequent = labels_M.new_empty(0) if head.frequent_ids is None else head.frequent_ids[: extra // 2]
+    certain = torch.zeros(size, dtype=torch.bool, device=labels_M.device)
+    certain[labels_M] = True
+    certain[frequent] = True
+    pool = (~certain).nonzero()[:, 0]
+    drawn = min(extra - len(frequent), len(pool))
+    order = torch.randperm(
+        len(pool), generator=generator, device=None if generator is None else generator.device
+    )
+    picked = pool[order[:drawn].to(pool.device)]
+    log_weights = torch.zeros(size, device=labels_M.device)
+    log_weights[picked] = torch.log(torch.tensor(len(pool) / max(drawn, 1)))
+    certain[picked] = True
+    ids = certain.nonzero()[:, 0]
+    return Vocabulary(head.head[ids], torch.searchsorted(ids, labels_M), log_weights[ids])
+
+
+def cross_entropy(
+    hidden_MD: Tensor,
+    vocabulary: Vocabulary,
+    scale: LogitScale,
+    *,
+    row_tile: int = ROW_TILE,
+    vocabulary_tile: int = VOCABULARY_TILE,
+) -> tuple[Tensor, Tensor]:
+    """Return CE [M], differentiable in the rows, and bool [M]: is the label the best token of `vocabulary`.
+
+    Peak extra memory is [M, D] for the kept gradient and row_tile * vocabulary_tile for a tile, both float32
+    or wider. The probability of the label is exp(-CE).
+    """
+    ce_M, best_M = _CrossEntropy.apply(hidden_MD, vocabulary, scale, (row_tile, vocabulary_tile))
+    return ce_M, best_M
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: Tensor, vocabulary: Vocabulary, scale: LogitScale, tile_sizes: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            wide = torch.promote_types(hidden_MD.dtype, torch.float32)
+            differentiable = ctx.needs_input_grad[0]
+            ce_M = torch.empty(len(hidden_MD), dtype=wide, device=hidden_MD.device)
+            best_M = torch.empty(len(hidden_MD), dtype=torch.bool, device=hidden_MD.device)
+            gradient_MD = torch.empty(
+                hidden_MD.shape if differentiable else (0,), dtype=wide, device=ce_M.device
+            )
+            for rows in _tiles(len(hidden_MD), tile_sizes[0]):
+                tile = _RowTile(hidden_MD[rows].to(wide), vocabulary.gold[rows], scale)
+                for columns in _tiles(len(vocabulary.table), tile_sizes[1]):
+                    weights = None if vocabulary.log_weights is None else vocabulary.log_weights[columns]
+                    tile.add(vocabulary.table[columns], columns.start, weights, differentiable=differentiable)
+                ce_M[rows], best_M[rows] = tile.cross_entropy(), tile.gold_is_best()
+                if differentiable:
+                    gradient_MD[rows] = tile.gradient(vocabulary.table)
+        ctx.save_for_backward(gradient_MD)
+        ctx.dtype = hidden_MD.dtype
+        ctx.mark_non_differentiable(best_M)
+        return ce_M, best_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_ce_M: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient_MD,) = ctx.saved_tensors
+        return (gradient_MD * grad_ce_M.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+class _RowTile:
+    """Online softmax of a few rows over the vocabulary, tile after tile."""
+
+    def __init__(self, hidden_mD: Tensor, gold_m: Tensor, scale: LogitScale) -> None:
+        self.rows_mD, self.gold_m, self.scale = hidden_mD * scale.multiplier, gold_m, scale
+        self.maximum_m = hidden_mD.new_full((len(gold_m),), float("-inf"))
+        self.best_m = self.maximum_m.clone()
+        self.total_m = torch.zeros_like(self.maximum_m)
+        self.gold_logit_m = torch.zeros_like(self.maximum_m)
+        self.sum_mD = torch.zeros_like(hidden_mD)
+
+    def add(
+        self, table_vD: Tensor, start: int, log_weights_v: Tensor | None, *, differentiable: bool
+    ) -> None:
+        logits_mv, slope_mv = _product(self.rows_mD, table_vD.T), None
+        cap = self.scale.softcap
+        if cap is not None:
+            curve_mv = logits_mv.div_(cap).tanh_()
+            slope_mv = 1 - curve_mv.square() if differentiable else None
+            logits_mv = curve_mv.mul_(cap)
+        inside_m = (self.gold_m >= start) & (self.gold_m < start + len(table_vD))
+        local_m = (self.gold_m - start).clamp(0, len(table_vD) - 1)
+        found_m = logits_mv.gather(1, local_m.unsqueeze(1)).squeeze(1)
+        self.gold_logit_m = torch.where(inside_m, found_m, self.gold_logit_m)
+        peak_m = logits_mv.amax(1)
+        self.best_m = torch.maximum(self.best_m, peak_m)
+        if log_weights_v is not None:
+            peak_m = logits_mv.add_(log_weights_v).amax(1)
+        maximum_m = torch.maximum(self.maximum_m, peak_m)
+        decay_m = (self.maximum_m - maximum_m).exp_()
+        mass_mv = logits_mv.sub_(maximum_m.unsqueeze(1)).exp_()
+        self.total_m.mul_(decay_m).add_(mass_mv.sum(1))
+        self.maximum_m = maximum_m
+        if differentiable:
+            if slope_mv is not None:
+                mass_mv.mul_(slope_mv)
+            self.sum_mD.mul_(decay_m.unsqueeze(1)).add_(_product(mass_mv, table_vD))
+
+    def cross_entropy(self) -> Tensor:
+        return self.maximum_m + self.total_m.log() - self.gold_logit_m
+
+    def gold_is_best(self) -> Tensor:
+        return self.gold_logit_m >= self.best_m
+
+    def gradient(self, table: Tensor) -> Tensor:
+        gold_rows_mD = table[self.gold_m].to(self.sum_mD.dtype)
+        if self.scale.softcap is not None:
+            gold_rows_mD = gold_rows_mD * (1 - (self.gold_logit_m / self.scale.softcap).square()).unsqueeze(1)
+        return (self.sum_mD / self.total_m.unsqueeze(1) - gold_rows_mD) * self.scale.multiplier
+
+
+@torch.no_grad()
+def top_k(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    k: int,
+    *,
+    row_tile: int = ROW_TILE,
+    vocabulary_tile: int = VOCABULARY_TILE,
+) -> Tensor:
+    """Return int64 [M, k], the k best tokens of each row over the whole vocabulary, best first.
+
+    A positive multiplier and the soft cap are monotone, so the products alone decide the order.
+    """
+    wide = torch.promote_types(hidden_MD.dtype, torch.float32)
+    ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        for rows in _tiles(len(hidden_MD), row_tile):
+            hidden_mD = hidden_MD[rows].to(wide)
+            best = hidden_mD.new_empty(len(hidden_mD), 0)
+            ids = ids_Mk.new_empty(len(hidden_mD), 0)
+            for columns in _tiles(len(head_VD), vocabulary_tile):
+                products_mv = _product(hidden_mD, head_VD[columns].T)
+                values, places = products_mv.topk(min(k, products_mv.shape[1]), dim=1)
+                best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
+                best, places = best.topk(min(k, best.shape[1]), dim=1)
+                ids = ids.gather(1, places)
+            ids_Mk[rows] = ids
+    return ids_Mk
+
+
+def candidate_logits(hidden_MD: Tensor, head: FrozenHead, ids_Mk: Tensor, scale: LogitScale) -> Tensor:
+    """Return the logits [M, k] of given tokens, differentiable in the rows."""
+    return scale(gathered_dot(hidden_MD, head.head, ids_Mk))
+
+
+def _product(rows: Tensor, table: Tensor) -> Tensor:
+    """Multiply in the table's half precision where tensor cores sum in float32, else in the rows' dtype."""
+    if rows.is_cuda and table.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(rows.to(table.dtype), table, out_dtype=torch.float32)
+    return rows @ table.to(rows.dtype)
+
+
+def _tiles(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
