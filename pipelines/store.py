@@ -7,8 +7,9 @@
     rejected.jsonl                       records that gave no sample, with the reason
 
 A feature row is the concatenation of the taps in the order of `target_layer_ids`. The last token of a sample
-may have no stored row, because a generated token that ended the sample was never an input of the target; readers
-get zeros for it. No block can see that row: an anchor has at least one token after it and only rows before it.
+may have no stored row, because a generated token that ended the sample was never an input of the target;
+readers get zeros for it. No block can see that row: an anchor has at least one token after it and only rows
+before it.
 
 This module needs neither vLLM nor transformers.
 """
@@ -127,7 +128,7 @@ class FeatureStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the stored rows."""
+        """The dtype of stored rows."""
         return self.manifest.torch_dtype
 
     @property
