@@ -1,4 +1,4 @@
-"""Sets of rows of the context axis, as sorted ranges: the arithmetic of who reads, projects and sends what."""
+"""Sets of rows of the context axis as sorted ranges: the arithmetic of who reads, projects and sends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RowSet:
         ends = torch.cumsum(self.stops - self.starts, 0)
         if ends.numel() == 0:
             return torch.zeros_like(axis)
-        held = torch.searchsorted(self.starts, axis, right=True) - 1
+        held = torch.searchsorted(self.starts, axis.contiguous(), right=True) - 1
         inside = held.clamp(min=0)
         before = ends[inside] - (self.stops - self.starts)[inside]
         within = torch.minimum(axis, self.stops[inside]) - self.starts[inside]

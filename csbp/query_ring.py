@@ -1,0 +1,102 @@
+"""Query ring: blocks' queries pass every shard of the context, and their softmax sums follow them home.
+
+Sends less than the ring when A·B·H·E / P is far below L·G·E: few blocks over a long context. K/V and their
+gradients stay where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csbp.attention import KeyRanges, SoftmaxState, Upstream, accumulator
+from csbp.transport import BlockRows, Gradients, Pending, Wire
+
+
+@dataclass(frozen=True)
+class QueryRingRoute:
+    """Attributes:
+    blocks: number of blocks of each context rank.
+    ranges: per context rank, its blocks x this rank's rows.
+    """
+
+    blocks: tuple[int, ...]
+    ranges: tuple[KeyRanges, ...]
+
+    def forward(
+        self, wire: Wire, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor
+    ) -> tuple[SoftmaxState, list[Tensor]]:
+        ranks, me = len(self.blocks), wire.grid.context_rank
+        home = SoftmaxState.empty(rows.q_GNE)
+        query = rows.q_GNE
+        kept: list[Tensor] = []
+        behind: Pending | None = None
+        for step in range(ranks):
+            owner = (me - step) % ranks
+            ahead = self._shift(wire, query, owner - 1, rows.rows_of_a_block) if step + 1 < ranks else None
+            state = home if step == 0 else SoftmaxState.empty(query)
+            if step == 0:
+                rows.own_forward(home)
+            rows.backend.forward(state, query, k_TGE, v_TGE, self.ranges[owner])
+            if behind is not None:
+                state.merge(_loaded(behind))
+            if step:
+                behind = self._shift(wire, _cargo(state), owner - 1, rows.rows_of_a_block)
+            if ahead is not None:
+                (query,) = ahead.wait()
+                kept.append(query)
+        if behind is not None:
+            home.merge(_loaded(behind))
+        return home, kept
+
+    def backward(
+        self,
+        wire: Wire,
+        rows: BlockRows,
+        upstream: Upstream,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        kept: list[Tensor],
+    ) -> Gradients:
+        ranks, me = len(self.blocks), wire.grid.context_rank
+        dtype = accumulator(rows.q_GNE)
+        home = upstream.do_GNE.new_zeros(rows.q_GNE.shape, dtype=dtype)
+        own_block = rows.own_backward(home, upstream)
+        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k_TGE, v_TGE))
+        statistics = torch.stack([upstream.delta_GN, upstream.lse_GN], -1)
+        visitor = torch.cat([upstream.do_GNE.to(dtype), statistics], -1)
+        behind: Pending | None = None
+        for step in range(ranks):
+            owner = (me - step) % ranks
+            ahead = self._shift(wire, visitor, owner - 1, rows.rows_of_a_block) if step + 1 < ranks else None
+            query = rows.q_GNE if step == 0 else kept[step - 1]
+            dq = home if step == 0 else torch.zeros_like(query, dtype=dtype)
+            arrived = Upstream(visitor[..., :-2], visitor[..., -2], visitor[..., -1])
+            part = rows.backend.backward(dq, query, arrived, k_TGE, v_TGE, self.ranges[owner])
+            dk, dv = dk.add_(part[0]), dv.add_(part[1])
+            if behind is not None:
+                dq.add_(behind.wait()[0])
+            if step:
+                behind = self._shift(wire, dq, owner - 1, rows.rows_of_a_block)
+            if ahead is not None:
+                (visitor,) = ahead.wait()
+        if behind is not None:
+            home.add_(behind.wait()[0])
+        return Gradients(home, *own_block, dk, dv)
+
+    def _shift(self, wire: Wire, cargo: Tensor, owner: int, per_block: int) -> Pending:
+        """Pass `cargo` [G, N, *] to the right; receive that of `owner`'s blocks from the left."""
+        me, ranks = wire.grid.context_rank, len(self.blocks)
+        shape = (cargo.shape[0], self.blocks[owner % ranks] * per_block, cargo.shape[2])
+        return wire.post([((me + 1) % ranks, cargo, "other")], [((me - 1) % ranks, shape, cargo)])
+
+
+def _cargo(state: SoftmaxState) -> Tensor:
+    return torch.cat([state.numerator_GNE, state.max_GN[..., None], state.total_GN[..., None]], -1)
+
+
+def _loaded(flight: Pending) -> SoftmaxState:
+    (sums,) = flight.wait()
+    return SoftmaxState(sums[..., :-2], sums[..., -2], sums[..., -1])
