@@ -21,7 +21,7 @@ class UnsupportedTargetError(RuntimeError):
     """vLLM cannot give the hidden states of this target."""
 
 
-def check_target(target: str) -> None:
+def check_interface(target: str) -> None:
     """Raise `UnsupportedTargetError` if the target's vLLM class has no interface for tapped hidden states."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_eagle3
@@ -171,7 +171,7 @@ def main() -> None:
         out.flush()
 
     try:
-        check_target(settings["target"])
+        check_interface(settings["target"])
         send({"supported": True})
         bounded = settings["bounded"]
         refused = bounded_cache_available() if bounded else None

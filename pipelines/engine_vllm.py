@@ -1,0 +1,245 @@
+"""The vLLM backend: starts `pipelines.engine_worker` in a process of its own and talks to it in JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Self
+
+from pipelines.engine import Captured, EngineError, Job, RowSpool
+from pipelines.rowfile import StoreError
+from pipelines.taps import engine_layer_ids
+from pipelines.target import target_config
+
+_STOP_SECONDS = 20
+_ERROR_LINE = re.compile(r"^\W*(?:\([^)]*\)\s*)*(?:\[rank\d+\]:\s*)?(\w*(?:Error|Exception): .+)$")
+_OTHER_BACKEND = "use --backend hf for this target"
+
+
+def refuse_target(target: Path) -> None:
+    """Refuse what can be seen from the config alone, before the engine and the data are touched.
+
+    Raises:
+        EngineError: vLLM is not installed, or it cannot isolate this target's hidden states.
+    """
+    if find_spec("vllm") is None:
+        raise EngineError(
+            "vLLM is not installed; `pip install longdraft[cpu]` (or [cuda]) brings it, or use --backend hf"
+        )
+    config = target_config(target)
+    if config.get("kv_lora_rank"):
+        raise EngineError(
+            f"{target} uses latent attention (MLA): vLLM cannot keep its hidden states apart; {_OTHER_BACKEND}"
+        )
+
+
+class VllmEngine:
+    """See `pipelines.engine.Engine`.
+
+    Args:
+        target: checkpoint folder.
+        target_layer_ids: taps (layer outputs).
+        spool: empty folder on the store's file system for row files.
+        log: file for everything that vLLM prints.
+        dtype: "auto" or a dtype name to run in.
+        feature_dtype: dtype of the row files.
+        max_model_len: longest prompt plus answer.
+        max_concurrent: sequences that run at once.
+        step_tokens: tokens of one engine step; longer prompts are prefilled in chunks of it.
+        bounded: hidden-state cache independent of the sequence length, without prefix caching; False keeps
+        all
+            rows of running sequences in pages and reuses common prefixes.
+        kv_cache_gib: key/value cache in GiB; None leaves it to vLLM (4 GiB without a GPU).
+        tensor_parallel: GPUs that share the target.
+        part_bytes: row files of a request are begun anew at this size.
+        eos_ids: ids that end an answer.
+        seed: of the engine.
+        engine_arguments: further arguments of `vllm.EngineArgs`.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        target_layer_ids: Sequence[int],
+        *,
+        spool: Path,
+        log: Path,
+        dtype: str = "auto",
+        feature_dtype: str = "bfloat16",
+        max_model_len: int,
+        max_concurrent: int = 128,
+        step_tokens: int = 2048,
+        bounded: bool = False,
+        kv_cache_gib: float | None = None,
+        tensor_parallel: int = 1,
+        part_bytes: int = 1 << 30,
+        eos_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        engine_arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self._log = log
+        self._spool = spool
+        self._kv_cache_gib = kv_cache_gib
+        self._settings = {
+            "target": str(target),
+            "engine_layer_ids": engine_layer_ids(target_layer_ids),
+            "spool": str(spool),
+            "dtype": dtype,
+            "feature_dtype": feature_dtype,
+            "max_model_len": max_model_len,
+            "max_concurrent": max_concurrent,
+            "step_tokens": step_tokens,
+            "bounded": bounded,
+            "tensor_parallel": tensor_parallel,
+            "part_bytes": part_bytes,
+            "stop_token_ids": sorted(eos_ids),
+            "seed": seed,
+            "engine_arguments": engine_arguments or {},
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._waiting = 0
+        self._number = 0
+        self.bounded = bounded  # as it came to be; known after `wait_ready`
+        self.bounded_refused: str | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Start the process and wait until it is known that vLLM supports the target (the model still loads).
+
+        Raises:
+            EngineError: it does not, or the process died.
+        """
+        self._spool.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipelines.engine_worker", json.dumps(self._settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment(),
+            )
+        assert self._process.stdout is not None
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._expect("supported")
+
+    def wait_ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            EngineError: it did not load.
+        """
+        if self._ready:
+            return
+        message = self._expect("ready")
+        self.bounded = message["bounded"]
+        self.bounded_refused = message["bounded_refused"]
+        self._ready = True
+
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def submit(self, job: Job) -> None:
+        self.wait_ready()
+        self._number += 1
+        line = json.dumps({
+            "key": job.key,
+            "number": self._number,
+            "token_ids": job.token_ids,
+            "max_new_tokens": job.sampling.max_new_tokens,
+            "temperature": job.sampling.temperature,
+            "seed": job.seed,
+        })  # fmt: skip
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failure("the engine process ended") from None
+        self._waiting += 1
+
+    def results(self) -> Iterator[Captured]:
+        while self._waiting:
+            message = self._next()
+            self._waiting -= 1
+            files = [
+                RowSpool(self._spool / file["part"], file["rows"], file["sha256"])
+                for file in message["files"]
+            ]
+            output = message["output_ids"]
+            error = message["error"]
+            if error and error.startswith("DiskFullError"):
+                raise StoreError(error.partition(": ")[2])
+            yield Captured(message["key"], output, files=files, error=error)
+
+    def stop(self) -> None:
+        """End the process; what it still runs is lost."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            if self._waiting or not self._ready:
+                self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+
+    def _environment(self) -> dict[str, str]:
+        root = str(Path(__file__).resolve().parents[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self._kv_cache_gib is not None or "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(self._kv_cache_gib or 4)))
+        return environment
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+    def _next(self) -> dict[str, Any]:
+        message = self._messages.get()
+        if message is None:
+            raise self._failure("the engine process ended")
+        if "failed" in message:
+            raise self._failure(message["failed"])
+        return message
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        message = self._next()
+        assert kind in message, message
+        return message
+
+    def _failure(self, what: str) -> EngineError:
+        """One error out of a log of pages: its most telling line, what to do, and where the rest is."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        causes = [match.group(1) for line in lines if (match := _ERROR_LINE.match(line))]
+        if what.startswith("UnsupportedTargetError"):
+            return EngineError(f"{what.partition(': ')[2]}; {_OTHER_BACKEND}")
+        if "EAGLE3 interface" in " ".join([what, *causes]):
+            return EngineError(f"vLLM's class of this target gives no hidden states; {_OTHER_BACKEND}")
+        detail = "" if not causes or causes[-1] in what else f" - {causes[-1]}"
+        return EngineError(f"vLLM failed: {what}{detail} (everything it printed: {self._log})")
