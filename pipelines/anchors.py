@@ -30,7 +30,7 @@ class AnchorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     per_document: int = Field(
-        512,
+        default=512,
         ge=1,
         description="Anchors drawn, uniformly and without replacement, from every document of a sample. "
         "A document with fewer legal anchors gives all of them. The budget is per document and not per "

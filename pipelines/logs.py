@@ -69,13 +69,13 @@ class RunLog:
         if self._active:
             self._stream.close()
 
-    def write(self, kind: str, step: int, figures: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         """One line of metrics.jsonl and one TensorBoard point per figure.
 
         Args:
             kind: ``train`` or ``validation``.
             step: finished optimizer steps.
-            figures: plain numbers by name.
+            figures: numbers by name, or lists of one number per slot.
         """
         if not self._active:
             return
@@ -83,7 +83,8 @@ class RunLog:
         self._stream.flush()
         if self._events:
             for name, value in figures.items():
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+                for slot, number in enumerate(value, 1) if isinstance(value, list) else [(0, value)]:
+                    self._events.add_scalar(f"{kind}/{name}" + (f"/{slot}" if slot else ""), number, step)
 
     def advance(self, done: float, text: str) -> None:
         """Show progress.

@@ -25,13 +25,17 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(6e-4, gt=0, description="Peak learning rate (arXiv 2602.06036 trains with 6e-4).")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the first and second moment.")
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(
-        0.01, ge=0, description="Applied to matrices only, never to gains or kernels."
+    lr: float = Field(
+        default=6e-4, gt=0, description="Peak learning rate (arXiv 2602.06036 trains with 6e-4)."
     )
-    clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="Decay of the first and second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(
+        default=0.01, ge=0, description="Applied to matrices only, never to gains or kernels."
+    )
+    clip: float = Field(default=1.0, gt=0, description="Largest global gradient norm.")
 
 
 class ScheduleConfig(BaseModel):
@@ -40,16 +44,20 @@ class ScheduleConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["cosine", "constant"] = "cosine"
-    steps: int | None = Field(None, ge=1, description="Optimizer steps.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the training samples.")
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the training samples.")
     minutes: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Budget of wall time. The learning rate follows the clock, so such a run can be resumed "
         "but not repeated bit by bit.",
     )
-    warmup: float = Field(0.04, ge=0, lt=1, description="Share of the run with a rising learning rate.")
-    floor: float = Field(0.0, ge=0, le=1, description="Last learning rate of the cosine, as a share of lr.")
+    warmup: float = Field(
+        default=0.04, ge=0, lt=1, description="Share of the run with a rising learning rate."
+    )
+    floor: float = Field(
+        default=0.0, ge=0, le=1, description="Last learning rate of the cosine, as a share of lr."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelines.files import folder_made_atomically, write_json_atomically, write_text_atomically
+from pipelines.files import folder_made_atomically, write_text_atomically
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -36,11 +36,13 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int = Field(
-        500, ge=1, description="Optimizer steps between checkpoints; the last step always saves."
+        default=500, ge=1, description="Optimizer steps between checkpoints; the last step always saves."
     )
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept on disk.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept on disk.")
     stop_at: int | None = Field(
-        None, ge=1, description="Save and stop after this step; a later call with another value goes on."
+        default=None,
+        ge=1,
+        description="Save and stop after this step; a later call with another value goes on.",
     )
 
 
@@ -72,7 +74,12 @@ class TrainingState:
     best_accepted: float
     seed: int
     data: str
-    finished: bool
+    finished: bool = False
+
+    @classmethod
+    def fresh(cls, seed: int, data: str) -> TrainingState:
+        """Before the first step."""
+        return cls(0, 0, 0, 0.0, -1, -1.0, seed, data)
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -98,7 +105,7 @@ def find_checkpoint(run: Path, which: str = "last") -> Path:
     wanted = steps[-1:] if which == "last" else [step for step in steps if str(step) == which]
     if not wanted:
         raise CheckpointError(
-            f"no checkpoint {which!r} in {run}/checkpoints; found steps {steps or 'none'}. Name one, or 'last'"
+            f"no checkpoint {which!r} in {run}/checkpoints; found {steps or 'none'}. Name one, or 'last'"
         )
     return checkpoint_path(run, wanted[0])
 
@@ -163,8 +170,3 @@ class CheckpointWriter:
     def _remove_old(self) -> None:
         for step in list_checkpoints(self._run)[: -self._config.keep]:
             shutil.rmtree(checkpoint_path(self._run, step))
-
-
-def write_run_facts(run: Path, facts: dict[str, Any]) -> None:
-    """Versions, data fingerprint and device of a run, for whoever reads its figures later."""
-    write_json_atomically(run / "facts.json", facts)

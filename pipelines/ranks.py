@@ -1,0 +1,58 @@
+"""Joining the ranks of a run and adding numbers over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from csbp.topology import Grid
+
+
+def join_ranks(context_ranks: int, timeout: timedelta = timedelta(minutes=10)) -> tuple[Grid, torch.device]:
+    """Place of this rank among those that a launcher started (torchrun, deepspeed), and its device.
+
+    Without a launcher there is one rank, in a process group of its own because DeepSpeed needs one.
+
+    Raises:
+        TopologyError: `context_ranks` does not divide the number of ranks.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Grid.from_environment(context_ranks, timeout=timeout), device
+
+
+def add_over_ranks(values: Mapping[str, float], grid: Grid, device: torch.device) -> dict[str, float]:
+    """Sum of each value over all ranks, in float64; every rank gives the same names."""
+    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return {name: float(value) for name, value in add_tensors_over_ranks(sums, grid, device).items()}
+
+
+def add_tensors_over_ranks(
+    values: Mapping[str, Tensor], grid: Grid, device: torch.device
+) -> dict[str, Tensor]:
+    """Sum of each float64 tensor over all ranks, in one reduction; ranks give the same names and shapes."""
+    if grid.world == 1 or not values:
+        return dict(values)
+    names = sorted(values)
+    flat = torch.cat([values[name].reshape(-1).to(device) for name in names])
+    dist.all_reduce(flat)
+    parts = flat.split([values[name].numel() for name in names])
+    return {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def barrier(grid: Grid) -> None:
+    """Wait for every rank."""
+    if grid.world > 1:
+        dist.barrier()

@@ -1,0 +1,36 @@
+"""Stopping a run from outside without losing its work."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT while it is entered; the step under way ends, the run is saved.
+
+    A second signal of the same kind has its usual effect. Outside the main thread nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.name = signal.Signals(number).name
+        signal.signal(number, self._before[signal.Signals(number)])

@@ -1,0 +1,331 @@
+"""The training job: from a run file to a served drafter.
+
+One optimizer step: the anchors of all its micro-batches are drawn before the first forward pass, so Z, the
+supervised slots of the whole step over all replicas, is known; every rank back-propagates its loss sums
+times (number of ranks) / Z; the engine averages gradients over ranks. The gradient is therefore that of the
+mean loss over supervised slots, however the samples are cut into micro-batches and replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csbp.layout import BlockLayout
+from csbp.plan import StepPlan, plan_step
+from csbp.topology import Grid
+from drafter.model import Drafter
+from pipelines.corpus import Corpus
+from pipelines.drafter_source import find_target, make_drafter, make_head
+from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
+from pipelines.figures import Sums, training_figures
+from pipelines.loader import Loader, MicroBatch, Prefetcher, Sharding
+from pipelines.logs import RunLog, peak_memory_bytes
+from pipelines.optimization import Engine, NonFiniteError, prepare_deepspeed
+from pipelines.ranks import add_over_ranks, add_tensors_over_ranks, barrier, join_ranks
+from pipelines.run_folder import check_same_run, complete, open_folder, starting_point
+from pipelines.runfile import RunConfig
+from pipelines.step import DraftStep, touch_all
+from pipelines.stopping import StopSignal
+from pipelines.train_result import TrainResult, read_result
+from pipelines.training_state import CheckpointWriter, read_moments, read_weights
+from pipelines.validation import validate
+
+
+def run_train(config: RunConfig) -> TrainResult:
+    """Train, go on with the run found in `config.out`, or do nothing if it is finished.
+
+    Called once per rank; a launcher's environment (RANK, WORLD_SIZE, ...) is recognised.
+
+    Raises:
+        RunFileError: `config.out` holds a run with other settings.
+        DataError, ConfigError, TargetError: stores, drafter and target do not fit each other.
+        NonFiniteError: the loss or a gradient stopped being a number; the message names the step.
+    """
+    config = complete(config)
+    check_same_run(config)
+    finished = read_result(config.out)
+    if finished is not None:
+        return replace(finished, status="already finished")
+    prepare_deepspeed()
+    grid, device = join_ranks(config.parallel.context_ranks)
+    return Trainer(config, grid, device).run()
+
+
+class Trainer:
+    """One rank of one run."""
+
+    def __init__(self, config: RunConfig, grid: Grid, device: torch.device) -> None:
+        self.config = config
+        self.grid = grid
+        self.device = device
+        self.lead = grid.rank == 0
+        self.corpus = Corpus(config.data)
+        self.target = find_target(config.drafter, self.corpus)
+        self.state, checkpoint = starting_point(config, self.corpus)
+        self.drafter = self._make_drafter(checkpoint).to(device)
+        check_servable(self.drafter, self.target)
+        if self.lead:
+            open_folder(config, self.corpus, self.drafter, grid, device)
+        self.loader = Loader(
+            self.corpus,
+            config.batch,
+            Sharding(grid.replica, grid.replicas, self._plan),
+            per_document=config.anchors.per_document,
+            block_size=self.drafter.config.block_size,
+            seed=config.seed,
+        )
+        self.total_steps = config.schedule.total_steps(len(self.corpus.train), config.batch.samples)
+        autocast = config.precision == "bf16"
+        head = make_head(self.corpus, self.target, device, torch.bfloat16 if autocast else torch.float32)
+        self.module = DraftStep(self.drafter, head, config.objective, autocast=autocast, seed=config.seed)
+        self.engine = Engine(self.module, config.optimizer, config.parallel.zero)
+        if checkpoint is not None:
+            self.engine.load_moments(read_moments(checkpoint), self.state.step)
+        self._writer = CheckpointWriter(config.out, config.checkpoint)
+        self._began = time.monotonic() - self.state.elapsed
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of this call's steps, by part
+        self._slots = 0.0  # supervised slots of this call's steps, all ranks
+        self._sums = Sums()  # since the last line of the log, this rank
+        self._line_began = time.monotonic()
+        self._train: dict[str, float] = {}
+        self._validation: dict[str, Any] = {}
+        self._validated_step = -1
+
+    def run(self) -> TrainResult:
+        """Train to the end, or until stopped."""
+        config = self.config
+        with (
+            RunLog(
+                config.out, step=self.state.step, tensorboard=config.logging.tensorboard, active=self.lead
+            ) as log,
+            StopSignal() as stop,
+        ):
+            batches = self.loader.train(self.state.step)
+            try:
+                status = self._steps(batches, log, stop)
+            finally:
+                batches.close()
+            if status == "finished":
+                self._validate(log)
+                self.state = replace(self.state, finished=True)
+            self._save()
+            if status == "finished":
+                self._publish("last")
+            else:
+                reason = stop.name or "checkpoint.stop_at"
+                log.say(
+                    f"stopped by {reason} after step {self.state.step}; the same command goes on from there"
+                )
+        result = self._result(status)
+        if self.lead and status == "finished":
+            result.save()
+        barrier(self.grid)
+        return result
+
+    def _steps(self, batches: Prefetcher, log: RunLog, stop: StopSignal) -> str:
+        config = self.config
+        while self.total_steps is None or self.state.step < self.total_steps:
+            began = time.monotonic()
+            with self._timed("data"):
+                batch = next(batches)
+            shared = self._agree(batch, stop)
+            if shared["stop"]:
+                return "stopped"
+            budget = config.schedule.minutes
+            if budget is not None and shared["elapsed"] >= 60.0 * budget:
+                return "finished"
+            lr = config.optimizer.lr * config.schedule.factor(
+                self.state.step, self.total_steps, shared["elapsed"]
+            )
+            norm = self._step(batch, batches, shared["slots"], lr)
+            self._advance(began)
+            step = self.state.step
+            if step % config.logging.every == 0 or step == self.total_steps:
+                self._log(log, lr, norm)
+            log.advance(self._done(), f"step {step}" + self._loss_text())
+            if step % config.validation.every == 0:
+                self._validate(log)
+            if step == config.checkpoint.stop_at:
+                return "stopped"
+            if step % config.checkpoint.every == 0:
+                self._save()
+        return "finished"
+
+    def _agree(self, batch: MicroBatch, stop: StopSignal) -> dict[str, float]:
+        """What all ranks have to know alike before a step: its slots, whether to stop, the time."""
+        mine = {
+            "slots": float(batch.step_slots) if self.grid.context_rank == 0 else 0.0,
+            "stop": float(stop.name is not None),
+            "elapsed": time.monotonic() - self._began if self.lead else 0.0,
+        }
+        return add_over_ranks(mine, self.grid, self.device)
+
+    def _step(self, batch: MicroBatch, batches: Prefetcher, slots: float, lr: float) -> float:
+        """One optimizer step; returns the gradient norm."""
+        scale = self.grid.world / slots
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for number in range(self.loader.accumulation):
+            if number:
+                with self._timed("data"):
+                    batch = next(batches)
+            with self._timed("forward"):
+                sums = self.module(batch.to(self.device))
+            with self._timed("backward"):
+                loss = sums.loss * scale
+                if not len(batch.anchor_ids):
+                    loss = loss + touch_all(list(self.module.parameters()))
+                self.engine.backward(loss)
+            loss_sum = loss_sum + sums.metrics["loss"].cpu()
+            self._count(batch, sums.metrics)
+        try:
+            with self._timed("update"):
+                norm = self.engine.update(lr)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {self.state.step + 1}: {error} at learning rate {lr:.3g}, loss sum of this rank "
+                f"{float(loss_sum):.4g}. Nothing of this step is saved; the newest checkpoint is good. Lower "
+                "optimizer.lr, or look at the features of this step's samples"
+            ) from None
+        return norm
+
+    def _count(self, batch: MicroBatch, metrics: dict[str, Tensor]) -> None:
+        """Add a micro-batch to the line being pooled; one rank counts what its replica shares."""
+        self._sums.add({name: value.cpu() for name, value in metrics.items()})
+        first = self.grid.context_rank == 0
+        self._sums.add({
+            "coverage": batch.coverage_sum if first else 0.0,
+            "documents": batch.documents if first else 0.0,
+            "feature_bytes": batch.feature_bytes,
+        })  # fmt: skip
+
+    def _advance(self, began: float) -> None:
+        step = self.state.step + 1
+        samples = step * self.config.batch.samples
+        self._seconds["total"] += time.monotonic() - began
+        self.state = replace(
+            self.state,
+            step=step,
+            samples=samples,
+            epoch=samples // len(self.corpus.train),
+            elapsed=time.monotonic() - self._began,
+        )
+
+    def _log(self, log: RunLog, lr: float, norm: float) -> None:
+        """One line of metrics over the steps since the last, pooled over ranks."""
+        pooled = add_tensors_over_ranks(self._sums.take(), self.grid, self.device)
+        seconds = time.monotonic() - self._line_began
+        slots, blocks = float(pooled["slots"].sum()), float(pooled["blocks"])
+        self._slots += slots
+        self._train = {
+            **training_figures(pooled),
+            "lr": lr,
+            "grad_norm": norm,
+            "epoch": self.state.samples / len(self.corpus.train),
+            "slots_per_second": slots / seconds,
+            "blocks_per_second": blocks / seconds,
+            "data_wait_seconds": self._seconds["data"],
+            "memory_bytes": float(peak_memory_bytes(self.device)),
+        }
+        log.write("train", self.state.step, self._train)
+        self._line_began = time.monotonic()
+
+    def _validate(self, log: RunLog) -> None:
+        """Draft held-out blocks, once per step; the best drafter so far is exported."""
+        if not self.corpus.held_out or self._validated_step == self.state.step:
+            return
+        self._validated_step = self.state.step
+        began = time.monotonic()
+        batches = self.loader.held_out(self.config.validation.max_batches)
+        try:
+            self._validation = validate(self.module, batches, self.grid)
+        finally:
+            batches.close()
+        log.write("validation", self.state.step, self._validation)
+        log.say(
+            f"step {self.state.step}: acceptance length {self._validation['acceptance_length']:.3f} over "
+            f"{self._validation['blocks']:.0f} held-out blocks"
+        )
+        if self._validation["accepted"] > self.state.best_accepted:
+            self.state = replace(
+                self.state, best_step=self.state.step, best_accepted=self._validation["accepted"]
+            )
+            self._publish("best")
+        self._line_began += time.monotonic() - began  # slots per second are of training alone
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        moments = self.engine.moments()
+        if self.lead:
+            self.state = replace(self.state, elapsed=time.monotonic() - self._began)
+            weights = {
+                name: value.detach().cpu().contiguous().clone()
+                for name, value in self.drafter.state_dict().items()
+            }
+            self._writer.save(self.state, asdict(self.drafter.config), weights, moments)
+        barrier(self.grid)
+        self._line_began += time.monotonic() - began
+
+    def _publish(self, link: str) -> None:
+        if self.lead:
+            publish(self.config.out, link, self.state.step, self._export)
+        barrier(self.grid)
+
+    def _export(self, folder: Path) -> None:
+        write_drafter(self.drafter, self.target, str(self.config.drafter.target), folder, self.module.head)
+
+    def _result(self, status: str) -> TrainResult:
+        total = self._seconds.pop("total", 0.0)
+        parts = {name: spent / total for name, spent in self._seconds.items()} if total else {}
+        if parts:
+            parts["other"] = 1.0 - sum(parts.values())
+        links = {name: self.config.out / "export" / name for name in ("best", "last")}
+        return TrainResult(
+            status=status,
+            out=str(self.config.out),
+            step=self.state.step,
+            total_steps=self.total_steps,
+            epochs=self.state.samples / len(self.corpus.train),
+            train=self._train,
+            validation=self._validation,
+            best_step=self.state.best_step,
+            best_accepted=max(self.state.best_accepted, 0.0),
+            seconds=self.state.elapsed,
+            slots_per_second=self._slots / total if total else 0.0,
+            breakdown=parts,
+            exports={name: str(path) for name, path in links.items() if path.is_dir()},
+        )
+
+    def _make_drafter(self, checkpoint: Path | None) -> Drafter:
+        if checkpoint is None:
+            return make_drafter(self.config.drafter, self.corpus, self.target, self.config.seed)
+        drafter = Drafter(read_drafter_config(checkpoint))
+        drafter.load_state_dict(read_weights(checkpoint))
+        return drafter
+
+    def _plan(self, layout: BlockLayout) -> StepPlan:
+        return plan_step(layout, self.drafter.config.layer_masks, self.grid, device=self.device)
+
+    def _loss_text(self) -> str:
+        return f"  loss {self._train['loss']:.3f}" if self._train else ""
+
+    def _done(self) -> float:
+        """Finished share of the run."""
+        if self.total_steps is not None:
+            return self.state.step / self.total_steps
+        assert self.config.schedule.minutes is not None
+        return min(self.state.elapsed / (60.0 * self.config.schedule.minutes), 1.0)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[part] += time.monotonic() - began
