@@ -65,7 +65,7 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """Return float32 [E/2] inverse frequencies and the factor on cos and sin, as transformers has them."""
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -73,7 +73,8 @@ def inverse_frequencies(
     carrier = Qwen3Config(
         head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope)
     )
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](carrier, torch.device("cpu"))
+    with torch.device("cpu"):  # a drafter may be built on the meta device, its angles may not
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](carrier, torch.device("cpu"))
     return frequencies.float(), float(scaling)
 
 

@@ -41,7 +41,7 @@ def test_default_decay_is_the_published_one(block, gamma):
 
 
 def test_dpace_weights_by_hand():
-    """alpha 0.5: s = (0.6, -, 0.9) gives P = (0.6, -, 0.54), w1 = 1.14, w3 = 0.54; the masked slot has s = 1."""
+    """alpha 0.5: s = (0.6, 1, 0.9), P = (0.6, masked, 0.54), so w1 = 1.14 and w3 = 0.54."""
     probability = torch.tensor([[0.2, 0.7, 0.8]])
     supervised = torch.tensor([[True, False, True]])
     weights = slot_weights(ObjectiveConfig(weights="dpace"), 4, probability, supervised)
@@ -121,11 +121,12 @@ def test_new_selector_changes_nothing_but_learns():
         hidden, labels, supervised, anchors = batch(torch.float32)
         hidden.requires_grad_()
         assert torch.equal(
-            propose(drafter, hidden, anchors, head).ids, propose(drafter, hidden, anchors,
-            head).candidates[..., 0]
+            propose(drafter, hidden, anchors, head).ids,
+            propose(drafter, hidden, anchors, head).candidates[..., 0],
         )
-        block_loss(drafter, hidden, labels, supervised, anchors, head, ObjectiveConfig(),
-        step=0).loss.backward() successor = [
+        sums = block_loss(drafter, hidden, labels, supervised, anchors, head, ObjectiveConfig(), step=0)
+        sums.loss.backward()
+        successor = [
             parameter
             for name, parameter in drafter.candidate_selector.named_parameters()
             if name.startswith("successor")
@@ -144,8 +145,14 @@ def test_sums_do_not_depend_on_how_blocks_are_grouped():
         losses, metrics = 0.0, {}
         for group in groups:
             sums = block_loss(
-                drafter, hidden[group], labels[group], supervised[group], anchors[group], head, objective,
-                step=0
+                drafter,
+                hidden[group],
+                labels[group],
+                supervised[group],
+                anchors[group],
+                head,
+                objective,
+                step=0,
             )
             sums.loss.backward()
             losses += float(sums.loss.detach())
@@ -168,8 +175,14 @@ def test_no_blocks_and_no_supervised_slots_still_give_every_selector_gradient(ve
     hidden.requires_grad_()
     for blocks, mask in ((slice(0, 0), supervised), (slice(0, A), torch.zeros_like(supervised))):
         sums = block_loss(
-            drafter, hidden[blocks], labels[blocks], mask[blocks], anchors[blocks], head,
-            ObjectiveConfig(), step=0
+            drafter,
+            hidden[blocks],
+            labels[blocks],
+            mask[blocks],
+            anchors[blocks],
+            head,
+            ObjectiveConfig(),
+            step=0,
         )
         assert float(sums.loss.detach()) == 0.0
         sums.loss.backward()

@@ -33,9 +33,8 @@ def tiny_config(version: int = 2, **changes) -> DrafterConfig:
         "block_size": 4,
         "num_taps": 3,
         "sliding_window": 6,
-        "selector_rank": 8,
-        "selector_top_k": 5,
         "dtype": "float32",
+        **({"selector_rank": 8, "selector_top_k": 5} if version == 2 else {}),
     }
     return DrafterConfig.for_target(TARGET, version=version, **{**settings, **changes})
 
