@@ -172,18 +172,6 @@ def union_rows(work: Workload, window: int | None, block_size: int) -> float:
     return work.sequences * ((length - history) * needed(history) + tail)
 
 
-def mean_visible(work: Workload, window: int | None) -> float:
-    """Expected context rows that the anchor of a block can see, before the window moves along the block.
-
-    The anchor is uniform over 1 .. L - 1 under both rules, so a full layer sees L / 2 rows on average.
-    """
-    last = work.context - 1
-    if window is None or window - 1 >= last:
-        return (last + 1) / 2
-    history = window - 1
-    return (history * (history + 1) / 2 + (last - history) * history) / last
-
-
 def _log_choose(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from csbp.cost import DrafterShape
-from csbp.share import RankShare
+from csbp.share import LayerShare, RankShare
 
 WIDE = 4  # parameters, gradients, moments, residual stream, softmax and loss statistics: float32
 ZERO_BUCKET = 500_000_000  # elements of DeepSpeed's reduction bucket (0.19 `reduce_bucket_size`)
 
-LOGIT_TILE = 4 * 512 * 2048 * WIDE  # logits of a tile, with what is made of them
+ROW_TILE, VOCABULARY_TILE = 512, 2048  # of a tile of logits (the objective's defaults)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class StepSettings:
         selector_fraction: share of the blocks that train the selector.
         prefetch: micro-batches of features that wait in the same memory as the step.
         accumulate: gradients of earlier micro-batches are alive.
+        tensor_cores: narrow products accumulate in float32 by themselves, so the loss casts no head rows.
+        retain: received shards that a ring keeps, as in `csbp.plan.plan_step`; None keeps all.
     """
 
     compute_bytes: int = 2
@@ -42,6 +44,8 @@ class StepSettings:
     selector_fraction: float = 1.0
     prefetch: int = 0
     accumulate: bool = False
+    tensor_cores: bool = True
+    retain: int | None = None
 
     @property
     def narrow(self) -> bool:
@@ -113,21 +117,22 @@ class _Step:
 
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
-        rows = self.share.feature_rows
-        feature_copy = (
-            0 if self.settings.feature_bytes == self.settings.compute_bytes else self.settings.compute_bytes
-        )
-        fused = rows * (2 * self.shape.hidden * self.settings.compute_bytes + WIDE)
-        kept = sum(self._context_layer(self.share.layers[layer].own_rows) for layer in range(layers))
+        rows, c = self.share.feature_rows, self.settings.compute_bytes
+        copied = self.settings.narrow or self.settings.feature_bytes != WIDE
+        copies = c if copied else 0
         return {
-            "feature copy": rows * self.shape.feature_width * feature_copy,
-            "fused rows": fused,
-            "context keys and values": kept,
+            "feature copy": rows * self.shape.feature_width * copies,
+            "fused rows": rows * (2 * self.shape.hidden * c + WIDE)
+            + sum(self.share.selections) * self.shape.hidden * c,
+            "context keys and values": sum(map(self._context_layer, self.share.layers[:layers])),
+            "received rows": sum(layer.kept_bytes for layer in self.share.layers[:layers]),
         }
 
-    def _context_layer(self, rows: float) -> float:
+    def _context_layer(self, layer: LayerShare) -> float:
         """Keys before and after their norm, values, and the norm's statistics."""
-        return rows * (3 * self.shape.kv_width * self.settings.compute_bytes + WIDE * self.shape.kv_heads)
+        return layer.own_rows * (
+            3 * self.shape.kv_width * self.settings.compute_bytes + WIDE * self.shape.kv_heads
+        )
 
     def blocks(self, layers: int) -> float:
         return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
@@ -136,29 +141,32 @@ class _Step:
         """Narrow copies of the weights, alive until the backward pass is over."""
         return self.settings.compute_bytes * self.shape.parameter_count if self.settings.narrow else 0.0
 
-    def transport(self, layer: int) -> float:
-        """Rows of other ranks: a ring holds two shards and, backward, two of their gradients."""
-        rows, element = self.share.layers[layer].received_rows, self.settings.compute_bytes
-        buffers = 2 if self.share.layers[layer].transport == "ring" else 1
-        return buffers * rows * 2 * self.shape.kv_width * (element + WIDE)
-
     def fuse(self) -> dict[str, float]:
+        """Stored features pass through a float32 copy on their way to a narrow product."""
+        wide = self.settings.narrow and self.settings.feature_bytes < WIDE
         return {
             **self.state(),
             "gradients": self.gradients(0),
             **self.context(0),
-            "weight copies": self.casts(),
+            "wide features": self.share.feature_rows * self.shape.feature_width * WIDE if wide else 0,
         }
 
     def vocabulary_loss(self) -> dict[str, float]:
-        hidden = (2 * self.block_rows + 2 * self.slots) * self.shape.hidden * WIDE
+        """The loss keeps supervised rows and their gradient; logits exist in tiles, two in the selector."""
+        wide_row = self.shape.hidden * WIDE
+        tile_rows, tile_width = min(self.slots, ROW_TILE), min(self.shape.vocabulary, VOCABULARY_TILE)
+        tiles = (
+            2 if self.shape.selector_rank else 1
+        ) * tile_rows * tile_width * WIDE + 2 * tile_rows * wide_row
+        if self.settings.narrow and not self.settings.tensor_cores:
+            tiles += tile_width * wide_row
         return {
             **self.state(),
             "gradients": self.gradients(0),
             **self.context(self.shape.layers),
             "block activations": self.blocks(self.shape.layers),
             "weight copies": self.casts(),
-            "vocabulary loss": LOGIT_TILE + hidden,
+            "vocabulary loss": (self.block_rows + 2 * self.slots) * wide_row + tiles,
         }
 
     def backward(self, layer: int) -> dict[str, float]:
@@ -176,7 +184,7 @@ class _Step:
             "weight copies": self.casts(),
             "backward temporaries": self.block_rows * widest + context,
             "context gradient": self.share.feature_rows * self.shape.hidden * element,
-            "transport": self.transport(layer),
+            "messages": self.share.layers[layer].moving_bytes,
         }
 
     def backward_fusion(self) -> dict[str, float]:
@@ -207,9 +215,8 @@ def block_row_bytes(shape: DrafterShape, settings: StepSettings) -> float:
             sublayers += c * d * products if settings.narrow else WIDE * d
     heads = shape.heads + shape.kv_heads
     projections = c * (2 * shape.query_width + 3 * shape.kv_width) + WIDE * heads
-    mixed = (
-        2 * c * shape.query_width + WIDE * shape.heads
-    )  # output and log-sum-exp of attention, o_proj's input
+    # attention keeps its output and log-sum-exp wide; o_proj keeps its input
+    mixed = (c + WIDE) * shape.query_width + WIDE * shape.heads
     return sublayers + projections + mixed + c * 4 * shape.intermediate
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from csbp.cost import DrafterShape, Workload, gradient_reduction_bytes, pair_flops, step_flops
 from csbp.device import DeviceConstants
 from csbp.footprint import WIDE, StepSettings, block_row_bytes, fits, peak_parts
-from csbp.share import Placement, RankShare, placements, rank_share
+from csbp.ownership import StepCost
+from csbp.share import RankShare, replica_share
 
 GIB = 2**30
 CLEAR_GAIN = 0.10  # a larger P has to be faster by more than the estimate's own error
@@ -43,7 +44,7 @@ class Candidate:
 
     context_ranks: int
     replicas: int
-    placement: Placement
+    placement: str
     transports: tuple[str, ...]
     peak: dict[str, float]
     fits: bool
@@ -104,7 +105,7 @@ class Plan:
     """Every divisor of N, and the choice.
 
     Attributes:
-        candidates: by ascending P; of the placements of a P, the fastest that fits, or else the smallest.
+        candidates: by ascending P.
         chosen: the candidate to run.
         verdicts: for each candidate, why it is or is not the choice.
     """
@@ -142,31 +143,52 @@ def choose_context_ranks(question: Question) -> int:
 
 def candidates(question: Question) -> list[Candidate]:
     """One candidate for every divisor of N, by ascending P."""
-    found = []
-    for ranks in _divisors(question.world):
-        options = [
-            _estimate(question, ranks, placement)
-            for placement in placements(question.shape, question.work, ranks)
-        ]
-        found.append(min(options, key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak_bytes)))
-    return found
+    return [
+        _estimate(question, ranks) for ranks in range(1, question.world + 1) if question.world % ranks == 0
+    ]
 
 
-def _estimate(question: Question, ranks: int, placement: Placement) -> Candidate:
-    shape, work, settings = question.shape, question.work, question.settings
-    share = rank_share(shape, work, ranks, placement, wire_bytes=settings.compute_bytes)
-    peak = peak_parts(shape, share, settings, question.world)
+def step_cost(shape: DrafterShape, device: DeviceConstants, wire_bytes: int) -> StepCost:
+    """What ownership and transports go by on this device, for the run and for its plan."""
+    return StepCost.from_shape(
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        features=shape.feature_width,
+        vocabulary=shape.vocabulary,
+        layers=shape.layers,
+        block_size=shape.block_size,
+        wire_bytes=wire_bytes,
+        byte=device.matmul_flops * device.matmul_efficiency / device.link_bandwidth,
+    )
+
+
+def _estimate(question: Question, ranks: int) -> Candidate:
+    shape, settings = question.shape, question.settings
+    share = replica_share(
+        shape,
+        question.work,
+        ranks,
+        step_cost(shape, question.device, settings.compute_bytes),
+        wire_bytes=settings.compute_bytes,
+        retain=settings.retain,
+    )
+    peaks = [peak_parts(shape, rank, settings, question.world) for rank in share.ranks]
+    peak = max(peaks, key=lambda parts: sum(parts.values()))
+    times = [step_time(question, rank, ranks) for rank in share.ranks]
     return Candidate(
         context_ranks=ranks,
         replicas=question.world // ranks,
-        placement=placement,
-        transports=tuple(layer.transport for layer in share.layers),
+        placement=share.placement,
+        transports=share.transports,
         peak=peak,
         fits=fits(peak, question.device.memory_bytes, question.headroom),
-        time=step_time(question, share, ranks),
-        tokens=work.blocks * shape.supervised_slots,
-        sent_bytes=share.sent_bytes,
-        feature_rows=share.feature_rows,
+        time=max(times, key=lambda parts: sum(parts.values())),
+        tokens=question.work.blocks * shape.supervised_slots,
+        sent_bytes=max(rank.sent_bytes for rank in share.ranks),
+        feature_rows=max(rank.feature_rows for rank in share.ranks),
     )
 
 
@@ -179,10 +201,9 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
     pass.
     """
     shape, settings, device, world = question.shape, question.settings, question.device, question.world
-    blocks = question.work.blocks / ranks
     flops = step_flops(
         shape,
-        blocks=blocks,
+        blocks=share.blocks,
         fused_rows=share.feature_rows,
         projected_rows=tuple(layer.own_rows for layer in share.layers),
         pairs=tuple(layer.pairs for layer in share.layers),
@@ -192,7 +213,7 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
     attention_rate = device.matmul_flops * device.attention_efficiency
     attention = flops.pop("attention").total / attention_rate
     products = sum(part.total for part in flops.values()) / (device.matmul_flops * device.matmul_efficiency)
-    kept = shape.layers * blocks * shape.block_size * block_row_bytes(shape, settings)
+    kept = shape.layers * share.blocks * shape.block_size * block_row_bytes(shape, settings)
     exposed = 0.0
     for layer in share.layers:
         if layer.forward_bytes:
@@ -276,7 +297,3 @@ def _verdict(candidate: Candidate, chosen: Candidate) -> str:
     if candidate.context_ranks > chosen.context_ranks:
         return slower if ratio < 1 else f"{slower}; a gain below the estimate's error"
     return slower
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,18 +1,26 @@
-"""What one of P context ranks holds, projects and sends: expected rows, pairs and bytes per layer.
+"""What each of P context ranks holds, projects and sends in a step, before there is any data.
 
-The numbers are those of the most loaded rank, because it sets the step's time and has to fit.
+Anchors are drawn once by the rule that training will use, and `csbp.choice` deals them out exactly as a
+training step does, so the plan and the run cannot disagree about placement, transports or rows.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from csbp.cost import DrafterShape, Workload, mean_visible, union_rows
+import torch
+from torch import Tensor
 
-Placement = Literal["dealt", "contiguous"]
-ACCUMULATOR_BYTES = 4  # outputs, log-sum-exps and key/value gradients travel in float32
+from csbp.choice import Choice, choose
+from csbp.cost import DrafterShape, Workload
+from csbp.layout import BlockLayout
+from csbp.ownership import StepCost
+from csbp.routes import RouteBuilder
+from csbp.visibility import first_visible, seen
+from drafter.attention import LayerMask
+
+ACCUMULATOR_BYTES = 4  # partial outputs, their statistics and key/value gradients travel in float32
 
 
 @dataclass(frozen=True)
@@ -20,20 +28,21 @@ class LayerShare:
     """One layer on one rank.
 
     Attributes:
-        transport: how context keys and values reach the blocks: `local` (they are here already, also when
-            every rank projects its own windows again), `halo`, `gather`, `ring` or `query-ring`.
+        transport: how context keys and values reach the blocks.
         own_rows: context rows that the rank projects.
-        received_rows: context rows of other ranks that it holds at once, in the largest moment of the layer.
-        pairs: (query row, key) pairs, own blocks included.
+        kept_bytes: received keys and values, or queries, that wait for the backward pass.
+        moving_bytes: the largest messages in flight with what is made of them, in the backward pass.
+        pairs: (query row, key) pairs of the rank's blocks, own blocks included.
         forward_bytes, backward_bytes: sent by the rank.
     """
 
     transport: str
-    own_rows: float
-    received_rows: float
-    pairs: float
-    forward_bytes: float = 0.0
-    backward_bytes: float = 0.0
+    own_rows: int
+    kept_bytes: int
+    moving_bytes: int
+    pairs: int
+    forward_bytes: int
+    backward_bytes: int
 
 
 @dataclass(frozen=True)
@@ -41,147 +50,166 @@ class RankShare:
     """One rank of a replica.
 
     Attributes:
-        placement: how blocks and context rows are dealt out.
-        blocks: blocks of the rank.
-        feature_rows: context rows whose features the rank reads and fuses.
-        layers: one entry per layer.
+        blocks: blocks of the rank. feature_rows: context rows whose features the rank reads and fuses.
+        layers: one entry per layer. selections: rows of each group of layers that projects only a part of
+        the rank's rows; they are copied.
     """
 
-    placement: Placement
     blocks: int
-    feature_rows: float
+    feature_rows: int
     layers: tuple[LayerShare, ...]
+    selections: tuple[int, ...]
 
     @property
-    def sent_bytes(self) -> float:
+    def sent_bytes(self) -> int:
         """Context bytes that the rank sends in one step, forward and backward."""
         return sum(layer.forward_bytes + layer.backward_bytes for layer in self.layers)
 
 
-def placements(shape: DrafterShape, work: Workload, ranks: int) -> tuple[Placement, ...]:
-    """Placements worth comparing.
+@dataclass(frozen=True)
+class ReplicaShare:
+    """The ranks of a replica under one choice of placement and transports."""
 
-    Windowed layers gain from neighbours on one rank. With a full layer the context is cut where the anchors
-    are cut, which would give one rank nearly all rows if the anchors sat in one neighbourhood.
+    placement: str
+    transports: tuple[str, ...]
+    ranks: tuple[RankShare, ...]
+
+
+def draw_layout(work: Workload, block_size: int) -> BlockLayout:
+    """One draw of the anchors of a micro-step; every token but a sequence's first may be an anchor.
+
+    A neighbourhood stands in the middle of its sequence, where a full layer sees the mean context.
     """
-    if ranks == 1 or all(mask.window is not None for mask in shape.masks):
-        return ("contiguous",)
-    if all(mask.window is None for mask in shape.masks) or work.anchor_rule == "locality":
-        return ("dealt",)
-    return ("dealt", "contiguous")
+    generator = torch.Generator().manual_seed(0)
+    anchors = []
+    for _ in range(work.sequences):
+        if work.anchor_rule == "uniform":
+            drawn = 1 + torch.randperm(work.context - 1, generator=generator)[: work.anchors].sort().values
+        else:
+            distance = max(1, min(block_size, (work.context - 1) // work.anchors))
+            first = 1 + (work.context - 1 - distance * (work.anchors - 1) - 1) // 2
+            drawn = first + distance * torch.arange(work.anchors)
+        anchors.append(drawn)
+    starts = work.context * torch.arange(work.sequences).repeat_interleave(work.anchors)
+    return BlockLayout(torch.cat(anchors) + starts, starts, work.rows, block_size)
 
 
-def rank_share(
-    shape: DrafterShape, work: Workload, ranks: int, placement: Placement, *, wire_bytes: int
-) -> RankShare:
-    """The most loaded rank.
+def replica_share(
+    shape: DrafterShape, work: Workload, ranks: int, cost: StepCost, *, wire_bytes: int, retain: int | None
+) -> ReplicaShare:
+    """Deal a drawn micro-step to P ranks.
 
     Args:
         shape: the drafter.
         work: the replica's micro-step.
         ranks: P.
-        placement: one of `placements`.
+        cost: what `csbp.choice` goes by.
         wire_bytes: bytes of a key, value or query element on the wire.
+        retain: received shards that a ring keeps, as in `csbp.plan.plan_step`.
     """
-    return _Replica(shape, work, ranks, placement, wire_bytes).share()
+    layout = draw_layout(work, shape.block_size)
+    choice = choose(layout, shape.masks, ranks, cost, "auto", ["auto"] * shape.layers)
+    dealt = _Dealt(shape, layout, choice, wire_bytes, ranks if retain is None else max(1, retain))
+    return ReplicaShare(
+        choice.placement, tuple(choice.transports), tuple(dealt.rank(rank) for rank in range(ranks))
+    )
 
 
 @dataclass(frozen=True)
-class _Replica:
+class _Dealt:
     shape: DrafterShape
-    work: Workload
-    ranks: int
-    placement: Placement
+    layout: BlockLayout
+    choice: Choice
     wire_bytes: int
-
-    def share(self) -> RankShare:
-        layers = tuple(self._layer(index) for index in range(self.shape.layers))
-        feature_rows = self._shard_rows if self._any_full else max(layer.own_rows for layer in layers)
-        return RankShare(self.placement, math.ceil(self.work.blocks * self._shard), feature_rows, layers)
+    retain: int
 
     @property
-    def _any_full(self) -> bool:
-        return any(mask.window is None for mask in self.shape.masks)
+    def ranks(self) -> int:
+        return len(self.choice.ownership.shards)
 
-    @property
-    def _shard(self) -> float:
-        """Largest share of the blocks, and of the axis where a full layer needs all of it."""
-        if self._any_full and self.placement == "contiguous" and self.ranks > 1:
-            return _largest_share(self.shape, self.work, self.ranks)
-        return 1 / self.ranks
-
-    @property
-    def _shard_rows(self) -> float:
-        return self.work.rows * self._shard
-
-    def _layer(self, index: int) -> LayerShare:
-        window, ranks = self.shape.masks[index].window, self.ranks
-        union = union_rows(self.work, window, self.shape.block_size)
-        pairs = layer_pairs(self.shape, self.work, index) / ranks
-        if ranks == 1:
-            return LayerShare("local", union, 0.0, pairs)
-        if window is None:
-            return self._full_layer(pairs)
-        if not self._any_full:
-            own = min(union / ranks + window - 1, math.ceil(self.work.blocks / ranks) * (window - 1), union)
-            return LayerShare("local", own, 0.0, pairs)
-        if self.placement == "contiguous":
-            halo = min(window - 1, union)
-            return LayerShare("halo", min(union, self._shard_rows), halo, pairs, *self._row_bytes(halo))
-        remote = union * (ranks - 1) / ranks
-        return LayerShare("gather", union / ranks, remote, pairs, *self._row_bytes(remote))
-
-    def _row_bytes(self, rows: float) -> tuple[float, float]:
-        """Bytes of keys and values forward and of their gradients backward."""
-        elements = rows * 2 * self.shape.kv_width
-        return elements * self.wire_bytes, elements * ACCUMULATOR_BYTES
-
-    def _full_layer(self, pairs: float) -> LayerShare:
-        """A ring of key/value shards, or of queries where those are smaller (few blocks, long context)."""
-        shape, work, hops = self.shape, self.work, self.ranks - 1
-        forward, gradients = self._row_bytes(work.rows / self.ranks * hops)
-        ring = forward, forward + gradients
-        queries = work.blocks / self.ranks * shape.block_size * shape.query_width * hops
-        statistics = 1 / shape.head_size  # one log-sum-exp for the elements of one head
-        query_ring = (
-            queries * (self.wire_bytes + (1 + statistics) * ACCUMULATOR_BYTES),
-            queries * (2 * self.wire_bytes + (1 + 2 * statistics) * ACCUMULATOR_BYTES),
+    def rank(self, rank: int) -> RankShare:
+        kinds = list(zip(self.shape.masks, self.choice.transports, strict=True))
+        builder = RouteBuilder(self.layout, self.choice.ownership, rank, self.retain)
+        projected = {kind: builder.projected(rank, *kind) for kind in set(kinds)}
+        rows = None
+        for part in projected.values():
+            rows = part if rows is None else rows.union(part)
+        read = 0 if rows is None else len(rows)
+        layers = {kind: self._layer(builder, rank, *kind) for kind in projected}
+        return RankShare(
+            blocks=self.choice.ownership.blocks[rank].numel(),
+            feature_rows=read,
+            layers=tuple(layers[kind] for kind in kinds),
+            selections=tuple(len(part) for part in projected.values() if len(part) != read),
         )
-        if sum(query_ring) < sum(ring):
-            return LayerShare("query-ring", self._shard_rows, 0.0, pairs, *query_ring)
-        return LayerShare("ring", self._shard_rows, self._shard_rows, pairs, *ring)
+
+    def _layer(self, builder: RouteBuilder, rank: int, mask: LayerMask, transport: str) -> LayerShare:
+        sizes = [len(builder.projected(peer, mask, transport)) for peer in range(self.ranks)]  # type: ignore[arg-type]
+        if transport == "ring":
+            kept, moving, forward, backward = self._ring(rank, sizes)
+        elif transport == "query-ring":
+            kept, moving, forward, backward = self._query_ring(rank)
+        elif transport == "local" or self.ranks == 1:
+            kept = moving = forward = backward = 0
+        else:
+            kept, moving, forward, backward = self._exchange(rank, mask)
+        pairs = _pairs(self.layout, mask, self.choice.ownership.blocks[rank])
+        return LayerShare(transport, sizes[rank], kept, moving, pairs, forward, backward)
+
+    def _rows(self, rows: int, element_bytes: int) -> int:
+        """Bytes of the keys and values (or their gradients) of some rows."""
+        return rows * 2 * self.shape.kv_width * element_bytes
+
+    def _ring(self, rank: int, sizes: Sequence[int]) -> tuple[int, int, int, int]:
+        """Forward every shard but the right neighbour's is passed on; backward those that were not kept, and
+        the sums of all shards but the own.
+        """
+        ranks, retain = self.ranks, min(self.retain, self.ranks - 1)
+        received = [sizes[(rank - step) % ranks] for step in range(1, ranks)]
+        kept = self._rows(sum(received[:retain]), self.wire_bytes)
+        forward = self._rows(sum(sizes) - sizes[(rank + 1) % ranks], self.wire_bytes)
+        again = sum(([sizes[rank], *received])[retain : ranks - 1])
+        backward = self._rows(again, self.wire_bytes) + self._rows(sum(received), ACCUMULATOR_BYTES)
+        largest = max(sizes)
+        # a shard's gradients, their stacked copy, the sums that leave and those that arrive
+        moving = 4 * self._rows(largest, ACCUMULATOR_BYTES) + 2 * self._rows(largest, self.wire_bytes)
+        return kept, moving, forward, backward
+
+    def _query_ring(self, rank: int) -> tuple[int, int, int, int]:
+        """Queries go around once; numerators with two statistics follow. Backward the output gradient goes
+        around with two statistics, and the query gradient follows.
+        """
+        rows = [blocks.numel() * self.layout.block_size for blocks in self.choice.ownership.blocks]
+        others = sum(rows) - rows[rank]
+        width, heads = self.shape.query_width, self.shape.heads
+        visitor = (width + 2 * heads) * ACCUMULATOR_BYTES
+        forward = others * (width * self.wire_bytes + visitor)
+        backward = others * (visitor + width * ACCUMULATOR_BYTES)
+        return others * width * self.wire_bytes, 5 * max(rows) * visitor, forward, backward
+
+    def _exchange(self, rank: int, mask: LayerMask) -> tuple[int, int, int, int]:
+        """Rows that others' windows reach are lent, and their gradients come home."""
+        ownership = self.choice.ownership
+        reach = [seen(self.layout, mask, blocks) for blocks in ownership.blocks]
+        others = [peer for peer in range(self.ranks) if peer != rank]
+        lent = sum(len(ownership.shards[rank].intersection(reach[peer])) for peer in others)
+        borrowed = sum(len(ownership.shards[peer].intersection(reach[rank])) for peer in others)
+        moving = 2 * self._rows(borrowed, ACCUMULATOR_BYTES) + self._rows(lent, ACCUMULATOR_BYTES)
+        return (
+            self._rows(borrowed, self.wire_bytes),
+            moving,
+            self._rows(lent, self.wire_bytes),
+            self._rows(borrowed, ACCUMULATOR_BYTES),
+        )
 
 
-def layer_pairs(shape: DrafterShape, work: Workload, index: int) -> float:
-    """(query row, key) pairs of one layer over all blocks of the micro-step.
-
-    The window moves along the block, so slot j sees j context rows fewer than the anchor, and sees its block.
-    """
-    mask, rows = shape.masks[index], shape.block_size
-    visible = mean_visible(work, mask.window)
-    if mask.window is not None and mask.window < work.context:
-        visible = max(0.0, visible - (rows - 1) / 2)
-    own = (rows + 1) / 2 if mask.causal else rows
-    return work.blocks * rows * (visible + own)
-
-
-def _largest_share(shape: DrafterShape, work: Workload, ranks: int) -> float:
-    """Share of the axis (and of the uniform anchors) of the rank whose blocks are cheapest, under equal cost.
-
-    A block at position x L costs 1 + s x, where s is the cost of the pairs of its full layers at the end of
-    the axis over the rest of its cost. The first of P ranks of equal cost then ends at the root of
-    x + s x^2 / 2 = (1 + s / 2) / P.
-    """
-    slope = _full_cost_ratio(shape, work)
-    target = (1 + slope / 2) / ranks
-    return 2 * target / (1 + math.sqrt(1 + 2 * slope * target))
-
-
-def _full_cost_ratio(shape: DrafterShape, work: Workload) -> float:
-    full = sum(mask.window is None for mask in shape.masks)
-    layer = 2 * shape.query_width + 2 * shape.kv_width + 3 * shape.intermediate + 2 * shape.conv_coefficients
-    fixed = 6.0 * shape.block_size * shape.hidden * layer * shape.layers
-    fixed += 4 * shape.supervised_slots * shape.hidden * shape.vocabulary
-    pair = 14 * shape.query_width * shape.block_size
-    windowed = sum(mask.window for mask in shape.masks if mask.window is not None)
-    return pair * full * work.context / (fixed + pair * windowed)
+def _pairs(layout: BlockLayout, mask: LayerMask, blocks: Tensor) -> int:
+    """(query row, key) pairs of some blocks in one layer: visible context rows, and the own block."""
+    context = int((layout.anchors[blocks, None] - first_visible(layout, mask)[blocks]).sum())
+    rows = layout.block_size
+    slots = torch.arange(rows)
+    ahead = slots[None, :] - slots[:, None]
+    visible = ahead <= 0 if mask.causal else torch.ones_like(ahead, dtype=torch.bool)
+    if mask.window is not None:
+        visible &= ahead.abs() < mask.window
+    return context + blocks.numel() * int(visible.sum())

@@ -246,8 +246,8 @@ def render_plan(report: PlanReport) -> Group:
     plan, question, work = report.plan, report.question, report.question.work
     title = (
         f"{question.shape.parameter_count:,} parameters, {work.sequences} x {work.context:,} tokens, "
-        f"{work.anchors:,} {work.anchor_rule} anchors of {question.shape.block_size}, {question.world} ranks of "
-        f"{question.device.memory_bytes / GIB:.1f} GiB"
+        f"{work.anchors:,} {work.anchor_rule} anchors of {question.shape.block_size}, {question.world} ranks "
+        f"of {question.device.memory_bytes / GIB:.1f} GiB"
     )
     overview = Table(title=title)
     for column in ("P", "replicas", "placement", "transports", "rows read", "peak GiB", "step s", "sent MiB"):

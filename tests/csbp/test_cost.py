@@ -12,7 +12,6 @@ from csbp.cost import (
     ShapeError,
     Workload,
     gradient_reduction_bytes,
-    mean_visible,
     step_flops,
     union_rows,
 )
@@ -101,18 +100,10 @@ def test_union_grows_with_anchors_and_window_and_never_passes_the_axis():
     assert union_rows(Workload(4096, 16, sequences=3), None, 8) == 3 * 4096
 
 
-def test_mean_visible_rows_equal_the_sum_over_positions():
-    for window in (None, 1, 5, 40, 1000):
-        limit = 40 if window is None else window - 1
-        exact = sum(min(a, limit) for a in range(1, 40)) / 39
-        assert mean_visible(Workload(40, 4), window) == pytest.approx(exact)
-
-
 def test_flops_follow_the_published_split():
     """About 260 TFLOP a replica-step at 64K, 2,048 anchors: layers 164, head 73, context 15, attention 8."""
-    work = Workload(65536, 2048, anchor_rule="locality")
-    rows = union_rows(work, 2048, 8)
-    pairs = 2048 * 8 * (mean_visible(work, 2048) + 8)
+    rows = union_rows(Workload(65536, 2048, anchor_rule="locality"), 2048, 8)
+    pairs = 2048 * 8 * (2047 + 8)
     parts = step_flops(QWEN, blocks=2048, fused_rows=rows, projected_rows=(rows,) * 5, pairs=(pairs,) * 5)
     layers = sum(parts[name].total for name in ("block_projections", "mlp", "convolution"))
     assert layers / 1e12 == pytest.approx(164, rel=0.02)

@@ -1,0 +1,229 @@
+"""`bench memory`: the planner's peak bytes beside those of real steps on this machine.
+
+Every case is a small drafter that makes one whole step (fusion, layers, loss, backward, AdamW) in as many
+real processes as it has context ranks, with `csbp.memory.PeakTracker` around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.table import Table
+
+from csbp.cost import Workload
+from csbp.device import PRESETS
+from csbp.footprint import StepSettings, peak_parts
+from csbp.memory import PeakTracker
+from csbp.plan import plan_step
+from csbp.planner import step_cost
+from csbp.processes import run_ranks
+from csbp.share import draw_layout, replica_share
+from csbp.topology import Grid
+from drafter.config import FULL, SLIDING, DrafterConfig
+from drafter.frozen import FrozenHead, embed_blocks
+from drafter.model import Drafter
+from drafter.objective import ObjectiveConfig, block_loss
+from pipelines.plan import drafter_shape
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """One step.
+
+    Attributes:
+        name: what it stands for.
+        layers: one letter a layer: `s` slides over 64 rows, `f` is full.
+        context, anchors, ranks: of the replica.
+        hidden, vocabulary, version: of the drafter.
+        precision: compute dtype; features are stored in bfloat16 under bf16, else in float32.
+        retain: received shards that a ring keeps.
+    """
+
+    name: str
+    layers: str
+    context: int
+    anchors: int
+    ranks: int = 1
+    hidden: int = 128
+    vocabulary: int = 2048
+    version: int = 2
+    precision: Literal["fp32", "bf16"] = "fp32"
+    retain: int | None = None
+
+
+CASES = (
+    MemoryCase("sliding layers", "sss", 1024, 128),
+    MemoryCase("full layers, long context", "ff", 8192, 32),
+    MemoryCase("mixed layers", "ssf", 4096, 96),
+    MemoryCase("version 1", "sss", 1024, 128, version=1),
+    MemoryCase("wide, large vocabulary", "ss", 512, 64, hidden=256, vocabulary=16384),
+    MemoryCase("bf16 autocast", "sss", 1024, 128, precision="bf16"),
+    MemoryCase("sliding layers, 2 ranks", "sss", 2048, 128, ranks=2),
+    MemoryCase("full layers, 2 ranks", "ff", 8192, 64, ranks=2),
+    MemoryCase("full layers, 3 ranks, ring of two shards", "fff", 4096, 256, ranks=3, retain=1),
+    MemoryCase("mixed layers, 2 ranks", "sfs", 4096, 128, ranks=2),
+)
+
+
+class BenchMemoryOptions(BaseModel):
+    """What to compare."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ranks: int | None = Field(None, ge=1, description="Only cases with this many context ranks.")
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of the most loaded rank of one case."""
+
+    case: MemoryCase
+    transports: tuple[str, ...]
+    measured: int
+    estimated: float
+
+    @property
+    def ratio(self) -> float:
+        return self.estimated / self.measured
+
+
+@dataclass(frozen=True)
+class BenchMemoryResult:
+    rows: tuple[MemoryRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "cases": [
+                {
+                    "name": row.case.name,
+                    "ranks": row.case.ranks,
+                    "transports": list(row.transports),
+                    "measured_bytes": row.measured,
+                    "estimated_bytes": row.estimated,
+                    "ratio": row.ratio,
+                }
+                for row in self.rows
+            ]
+        }
+
+
+def run_bench_memory(options: BenchMemoryOptions) -> BenchMemoryResult:
+    """Measure the cases and compare them with the planner."""
+    chosen = [case for case in CASES if options.ranks in (None, case.ranks)]
+    return BenchMemoryResult(tuple(compare(case) for case in chosen))
+
+
+def compare(case: MemoryCase) -> MemoryRow:
+    """One case: the largest rank's measured peak and its estimate."""
+    config = _config(case)
+    shape = drafter_shape(config)
+    narrow = case.precision == "bf16"
+    settings = StepSettings(
+        compute_bytes=2 if narrow else 4,
+        feature_bytes=2 if narrow else 4,
+        tensor_cores=False,
+        retain=case.retain,
+    )
+    work = Workload(case.context, case.anchors)
+    cost = step_cost(shape, PRESETS["cpu"], settings.compute_bytes)
+    share = replica_share(
+        shape, work, case.ranks, cost, wire_bytes=settings.compute_bytes, retain=case.retain
+    )
+    estimates = [sum(peak_parts(shape, rank, settings, case.ranks).values()) for rank in share.ranks]
+    measured = [_measure(case)] if case.ranks == 1 else run_ranks(_measure, case.ranks, case)
+    return MemoryRow(case, share.transports, max(measured), max(estimates))
+
+
+def _config(case: MemoryCase) -> DrafterConfig:
+    target = {
+        "hidden_size": case.hidden,
+        "intermediate_size": 3 * case.hidden,
+        "num_hidden_layers": 32,
+        "num_attention_heads": case.hidden // 32,
+        "num_key_value_heads": case.hidden // 64,
+        "head_dim": 32,
+        "vocab_size": case.vocabulary,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 1 << 20,
+    }
+    return DrafterConfig.for_target(
+        target,
+        mask_token_id=case.vocabulary - 1,
+        version=case.version,
+        num_layers=len(case.layers),
+        block_size=8,
+        num_taps=4,
+        layer_types=[SLIDING if letter == "s" else FULL for letter in case.layers],
+        sliding_window=64,
+        selector_rank=32,
+    )
+
+
+def _measure(case: MemoryCase) -> int:
+    """Peak bytes of this rank's second step: by then AdamW has its moments."""
+    torch.manual_seed(0)
+    config, shape = _config(case), drafter_shape(_config(case))
+    drafter = Drafter(config)
+    narrow = case.precision == "bf16"
+    dtype = torch.bfloat16 if narrow else torch.float32
+    head = FrozenHead(*(torch.randn(case.vocabulary, case.hidden).mul_(0.02).to(dtype) for _ in range(2)))
+    layout = draw_layout(Workload(case.context, case.anchors), config.block_size)
+    grid = Grid.single() if case.ranks == 1 else Grid.from_environment(case.ranks)
+    plan = plan_step(
+        layout,
+        config.layer_masks,
+        grid,
+        cost=step_cost(shape, PRESETS["cpu"], 2 if narrow else 4),
+        retain=case.retain,
+    )
+    features = torch.randn(sum(stop - start for start, stop in plan.rows), config.feature_width).to(dtype)
+    anchors = layout.anchors[plan.own]
+    ids = torch.randint(0, case.vocabulary, (len(anchors),))
+    labels = torch.randint(0, case.vocabulary, (len(anchors), config.num_drafts))
+    positions = anchors[:, None] + torch.arange(config.block_size)
+    objective = ObjectiveConfig.model_validate({})
+    optimizer = torch.optim.AdamW(drafter.parameters())
+
+    def step() -> None:
+        autocast = torch.autocast("cpu", torch.bfloat16) if narrow else contextlib.nullcontext()
+        with autocast:
+            hidden = drafter(
+                drafter.fuse(features),
+                plan.row_positions,
+                embed_blocks(head, config, ids),
+                positions,
+                plan.attention(),
+            )
+            supervised = torch.ones_like(labels, dtype=torch.bool)
+            loss = block_loss(drafter, hidden, labels, supervised, ids, head, objective, 0).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with PeakTracker() as tracker:
+        state = [tensor for moments in optimizer.state.values() for tensor in moments.values()]
+        tracker.track([*drafter.parameters(), head.embedding, head.head, features, *state])
+        step()
+    return tracker.peak_bytes
+
+
+def render_bench_memory(result: BenchMemoryResult) -> Table:
+    table = Table(title="Peak of a step: the planner's estimate beside the measured one")
+    table.add_column("case")
+    table.add_column("transports")
+    for column in ("measured MiB", "estimated MiB", "ratio"):
+        table.add_column(column, justify="right")
+    for row in result.rows:
+        table.add_row(
+            row.case.name,
+            ", ".join(dict.fromkeys(row.transports)),
+            f"{row.measured / 2**20:.1f}",
+            f"{row.estimated / 2**20:.1f}",
+            f"{row.ratio:.3f}",
+        )
+    return table
