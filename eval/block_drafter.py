@@ -1,17 +1,18 @@
 """A trained drafter inside the speculative loop.
 
-Shape legend: T context rows, R new rows, F feature width, D hidden size, K drafts, A = 1 block, B rows of it.
+Shape legend: T context rows, R new rows, F feature width, D hidden size, K drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafter.cache import DraftCache
-from drafter.frozen import FrozenHead, embed_blocks
+from drafter.cache import DraftCache, draft_hidden
+from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from drafter.proposal import propose
 from eval.errors import EvalError
@@ -32,57 +33,55 @@ class BlockDrafter:
         self.block = config.block_size if block is None else block
         if not 2 <= self.block <= config.block_size:
             raise EvalError(
-                f"block is {self.block}, but drafter {name} was trained with {config.block_size} rows: "
-                f"choose 2 to {config.block_size} (a shorter block than trained works, a longer one does not)"
+                f"block is {self.block}, but drafter {name} was trained with {config.block_size} rows: take "
+                f"2 to {config.block_size} (a shorter block than trained works, a longer one does not)"
             )
-        self._model = model
+        self._model = model.eval()
         self._head = head
         self._sampling = Sampling()
         self._generator: torch.Generator | None = None
         self._cache = DraftCache(config)
-        self._pending_RF: Tensor | None = None
+        self._pending_RF = head.embedding.new_empty(0, config.feature_width)
 
     def start(self, prompt: Sequence[int], sampling: Sampling, generator: torch.Generator | None) -> None:  # noqa: ARG002 the prompt comes as features
         """Empty the context."""
         self._sampling, self._generator = sampling, generator
         self._cache = DraftCache(self._model.config)
-        self._pending_RF = None
+        self._pending_RF = self._pending_RF[:0]
 
     def prefill(self, features_RF: Tensor) -> None:
-        """Project the prompt's rows into the context."""
-        nothing_ABD = features_RF.new_empty(0, self.block, self._model.config.hidden_size)
-        self._run(
-            features_RF, nothing_ABD, torch.empty(0, self.block, dtype=torch.int64, device=features_RF.device)
-        )
+        """Project the prompt's rows into the context, by a pass over the shortest block there is."""
+        anchor = torch.zeros(1, dtype=torch.int64, device=features_RF.device)
+        draft_hidden(self._model, self._cache, features_RF, anchor, self._head, block_size=1)
 
     def observe(self, emitted: Sequence[int], features_RF: Tensor | None) -> None:  # noqa: ARG002 tokens come back as features
         """Keep the verified rows for the next draft."""
-        self._pending_RF = features_RF
+        if features_RF is not None:
+            self._pending_RF = features_RF
 
     def draft(self, anchor: Tensor, count: int) -> Draft:
         """Propose `count` tokens; only the temperature of the request is applied to the proposal."""
-        config = self._model.config
-        rows = 0 if self._pending_RF is None else self._pending_RF.shape[0]
-        position = self._cache.length + rows
-        blocks_ABD = embed_blocks(self._head, config, anchor, count + 1)
-        positions_AB = torch.arange(position, position + count + 1, device=anchor.device)[None]
-        features_RF = self._pending_RF
-        if features_RF is None:
-            features_RF = blocks_ABD.new_empty(0, config.feature_width)
-        hidden_ABD = self._run(features_RF, blocks_ABD, positions_AB)
-        proposal = propose(
-            self._model, hidden_ABD, anchor, self._head, self._sampling.temperature, self._generator
+        hidden_1BD = draft_hidden(
+            self._model, self._cache, self._pending_RF, anchor, self._head, block_size=count + 1
         )
-        if proposal.probabilities_AKk is None:
-            return Draft(proposal.ids_AK[0])
-        candidates = proposal.candidates_AKk
-        return Draft(
-            proposal.ids_AK[0], proposal.probabilities_AKk[0], None if candidates is None else candidates[0]
-        )
+        self._pending_RF = self._pending_RF[:0]
+        temperature = max(self._sampling.temperature, 0.0)
+        proposal = propose(self._model, hidden_1BD, anchor, self._head, temperature, self._generator)
+        if proposal.probabilities is None:
+            return Draft(proposal.ids[0])
+        candidates = None if proposal.candidates is None else proposal.candidates[0]
+        return Draft(proposal.ids[0], proposal.probabilities[0], candidates)
 
-    def _run(self, features_RF: Tensor, blocks_ABD: Tensor, positions_AB: Tensor) -> Tensor:
-        context_RD = self._model.fuse(features_RF)
-        start = self._cache.length
-        positions_R = torch.arange(start, start + features_RF.shape[0], device=features_RF.device)
-        hidden: Tensor = self._model(context_RD, positions_R, blocks_ABD, positions_AB, self._cache)
-        return hidden
+
+def without_dflash2(model: Drafter) -> Drafter:
+    """The same weights as DFlash v1: convolutions and selector left out.
+
+    Raises:
+        EvalError: the drafter is a v1 already.
+    """
+    if model.config.version == 1:
+        raise EvalError("the drafter is DFlash v1 already; leave the baseline `v1` out")
+    plain = Drafter(replace(model.config, version=1)).to(model.norm.weight.device, model.norm.weight.dtype)
+    state = model.state_dict()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    return plain

@@ -11,6 +11,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafter.config import DrafterConfig
+from drafter.frozen import FrozenHead
+from drafter.model import Drafter
+from eval.block_drafter import BlockDrafter
 from eval.folded_attention import register
 from eval.sampling import Draft
 from eval.target import Target
@@ -83,3 +87,37 @@ class ScriptedDrafter:
 @pytest.fixture
 def scripted():
     return ScriptedDrafter
+
+
+def tiny_drafter(target, version=2, block=8, **overrides):
+    """A random drafter of the target; its selector and convolutions are not the identity."""
+    config = DrafterConfig.for_target(
+        target.config.to_dict(),
+        mask_token_id=VOCAB - 1,
+        version=version,
+        num_layers=2,
+        block_size=block,
+        target_layer_ids=(0, 2),
+        selector_rank=8,
+        selector_top_k=4,
+        **{"sliding_window": None, **overrides},
+    )
+    torch.manual_seed(11)
+    model = Drafter(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def head_of(target):
+    return FrozenHead(target.embedding.detach(), target.head.weight.detach())
+
+
+@pytest.fixture
+def make_drafter():
+    def make(target, name="tiny", decode_block=None, **options):
+        return BlockDrafter(tiny_drafter(target, **options), head_of(target), name=name, block=decode_block)
+
+    return make
