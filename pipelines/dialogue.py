@@ -31,6 +31,7 @@ class Dialogue:
     _text: str = ""  # rendering of everything sent and received so far
     _ids: list[int] = field(default_factory=list)
     _mask: list[bool] = field(default_factory=list)
+    _answered: int = 0  # length of `_ids` after the last answer
 
     def __post_init__(self) -> None:
         messages = self.record.messages
@@ -71,9 +72,16 @@ class Dialogue:
         tokenizer = self.renderer.tokenizer
         self._ids = self._ids + output_ids
         self._mask = self._mask + [True] * len(output_ids)
+        self._answered = len(self._ids)
         self._text += tokenizer.decode(output_ids, skip_special_tokens=False)
         text = output_ids[:-1] if output_ids and output_ids[-1] in self.renderer.eos_ids else output_ids
         self._history.append({"role": "assistant", "content": tokenizer.decode(text)})
+
+    def stop(self) -> None:
+        """End here: the prompt given out last will not be answered."""
+        self._ids, self._mask = self._ids[: self._answered], self._mask[: self._answered]
+        self._left = []
+        self._close()
 
     def _take_turn(self) -> None:
         """Move messages into the history up to where the target has to answer."""
@@ -91,11 +99,12 @@ class Dialogue:
         )
         self._mask = [False] * len(self._ids)
         self._text = prompt
+        self._answered = 0
 
     def _close(self) -> None:
         if any(self._mask):
             self.samples.append(MaskedTokens(self._ids, self._mask))
-        self._ids, self._mask, self._text = [], [], ""
+        self._ids, self._mask, self._text, self._answered = [], [], "", 0
 
 
 def eos_ids(tokenizer: Any, generation_config: dict[str, Any]) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -98,9 +98,17 @@ class Captured:
 class Engine(Protocol):
     """Takes jobs at any time; gives each back once, in the order in which they end."""
 
-    def __enter__(self) -> Self: ...
+    def start(self) -> None:
+        """Begin loading; does nothing the second time.
 
-    def __exit__(self, *_: object) -> None: ...
+        Raises:
+            EngineError: the engine cannot run this target.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End it, whatever it does; does nothing if it was never started."""
+        ...
 
     def submit(self, job: Job) -> None:
         """Queue a job.

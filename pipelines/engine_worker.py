@@ -105,12 +105,9 @@ class Worker:
         self._out.flush()
 
     def run(self) -> None:
-        """Until stdin ends and every job is reported."""
+        """Until stdin ends. The parent keeps it open while it waits for jobs; a dead parent closes it."""
         threading.Thread(target=self._read_jobs, daemon=True).start()
-        open_input = True
-        while open_input or self._running or self._ended:
-            idle = not self._running and not self._ended
-            open_input = self._take_jobs(wait=idle) and open_input
+        while self._take_jobs(wait=not self._running and not self._ended):
             for output in self._engine.step() if self._running or self._ended else ():
                 if output.finished:
                     self._end(output)

@@ -61,6 +61,7 @@ class Manifest:
         backend: engine that made the rows.
         settings: everything else that decides the content (sampling, length limit), as given.
         command: the command that made the store.
+        parity: how far the rows of the two backends were apart on the first sample; {} if not compared.
         counts: samples, tokens, supervised tokens, rows, rejected records; written when a run ends.
     """
 
@@ -75,6 +76,7 @@ class Manifest:
     backend: str = "none"
     settings: dict[str, Any] = field(default_factory=dict)
     command: str = ""
+    parity: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     tap_convention: str = TAP_CONVENTION

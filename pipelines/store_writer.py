@@ -149,17 +149,19 @@ class StoreWriter:
         self._shard += 1
         self._journal = self._journal_path.open("ab", buffering=0)
 
-    def close(self, counts: dict[str, int] | None = None) -> None:
-        """Commit, write the counts into the manifest, release the store."""
+    def describe(self, **fields: Any) -> None:
+        """Replace fields of the manifest that do not decide the content (`counts`, `parity`)."""
+        self.manifest = replace(self.manifest, **fields)
+        self.manifest.save(self.path)
+
+    def close(self) -> None:
+        """Commit and release the store."""
         self.commit()
         self._journal.close()
         self._journal_path.unlink()
         if self._part is not None:
             self._part.close()
             self._part.path.unlink(missing_ok=True)
-        if counts is not None:
-            self.manifest = replace(self.manifest, counts=counts)
-            self.manifest.save(self.path)
         os.close(self._lock)
 
     def abandon(self) -> None:
@@ -239,6 +241,9 @@ class StoreWriter:
             return manifest
         existing = Manifest.load(self.path)
         difference = existing.difference(manifest)
+        if difference and not self._tables() and not list((self.path / "staging").glob("*.journal")):
+            manifest.save(self.path)  # an attempt that never got to its first sample binds nobody
+            return manifest
         if difference:
             os.close(self._lock)
             raise StoreError(
