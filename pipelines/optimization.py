@@ -161,6 +161,7 @@ class Engine:
             },
         )
         self.model = model
+        self._allocate_moments(step=0)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to the step's; `update` averages it over all ranks."""
@@ -192,23 +193,29 @@ class Engine:
 
     def load_moments(self, moments: dict[str, Tensor], step: int) -> None:
         """Put back what `moments` gave, after `step` updates."""
+        self._allocate_moments(step)
+        for name, parameter in self.model.named_parameters():
+            for key in MOMENTS:
+                self._set_moment(parameter, key, moments[f"{key}.{name}"].to(parameter.device))
+
+    def _allocate_moments(self, step: int) -> None:
+        """Zero moments now and not at the first update: DeepSpeed finds those of the first group only, then."""
         for flat in [p for group in self._optimizer.param_groups for p in group["params"]]:
             self._optimizer.state[flat] = {
                 "step": torch.tensor(float(step), device=flat.device),
                 **{key: torch.zeros_like(flat, dtype=torch.float32) for key in MOMENTS},
             }
         if self.zero_stage:
+            self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
-        for name, parameter in self.model.named_parameters():
-            for key in MOMENTS:
-                self._set_moment(parameter, key, moments[f"{key}.{name}"].to(parameter.device))
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if self.zero_stage:
             return safe_get_full_optimizer_state(parameter, key)
-        return self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+        moment: Tensor = self._optimizer.state[parameter][key]
+        return moment
 
     def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state

@@ -1,7 +1,7 @@
 """A target, a store and a run small enough to train in seconds.
 
-The text is a cycle: token t is followed by (5 t + 3) mod 16. Feature rows carry the token of their own position
-and noise. A drafter whose labels are aligned with its slots can learn every slot.
+The text is a cycle: token t is followed by (5 t + 3) mod 16. Feature rows carry the token of their own
+position and noise. A drafter whose labels are aligned with its slots can learn every slot.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def make_run(folder: Path, **sections: Any) -> RunConfig:
         "validation": {"every": 100},
         "logging": {"every": 2, "tensorboard": False},
     }
+    if "init_from" in sections.get("drafter", {}):
+        content["drafter"] = {"target": str(target)}
     for name, value in sections.items():
         content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
     return RunConfig.model_validate(content)
