@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,15 +56,20 @@ def few_prompts_warning(n: int) -> str | None:
 
 def resampled_sums(values_NM: Array, *, seed: int, resamples: int = RESAMPLES) -> Array:
     """Sums [resamples, M] of N rows drawn with replacement, the same draws for all columns."""
-    n = values_NM.shape[0]
-    generator = np.random.default_rng(seed)
-    chunk = max(1, _CHUNK_VALUES // max(n, 1))
+    n = len(values_NM)
+    chunk = max(1, _CHUNK_VALUES // n)
     parts = [
-        generator.multinomial(n, np.full(n, 1.0 / n), size=min(chunk, resamples - done)).astype(np.float64)
-        @ values_NM
+        _draw_counts(n, seed + done, min(chunk, resamples - done)) @ values_NM
         for done in range(0, resamples, chunk)
     ]
     return np.concatenate(parts)
+
+
+@lru_cache(maxsize=2)
+def _draw_counts(n: int, seed: int, resamples: int) -> Array:
+    """How often each of n prompts is drawn in each resample; figures of the same prompts share them."""
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(n, np.full(n, 1.0 / n), size=resamples).astype(np.float64)
 
 
 def interval(samples: Array) -> tuple[float, float]:

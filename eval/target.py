@@ -75,14 +75,21 @@ class Target:
         return table
 
     @property
-    def head(self) -> nn.Module:
-        """The output projection; its `weight` is [V, D]."""
-        module: nn.Module = self.model.get_output_embeddings()
-        return module
+    def head_weight(self) -> Tensor:
+        """The table of the output projection, [V, D]."""
+        table: Tensor = self.model.get_output_embeddings().weight
+        return table
 
     @property
     def max_positions(self) -> int:
         return int(self.config.max_position_embeddings)
+
+    def stop_ids(self, tokenizer: Any) -> frozenset[int]:
+        """Token ids that end a response: those of the generation config and the tokenizer's own."""
+        given = self.model.generation_config.eos_token_id
+        ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+        own = getattr(tokenizer, "eos_token_id", None)
+        return frozenset(ids if own is None else [*ids, own])
 
     def open(self, taps: Sequence[int] = ()) -> Session:
         """Start a sequence; `taps` are the decoder layers (0-based) whose outputs its forwards return."""

@@ -112,7 +112,7 @@ def tiny_drafter(target, version=2, block=8, **overrides):
 
 
 def head_of(target):
-    return FrozenHead(target.embedding.detach(), target.head.weight.detach())
+    return FrozenHead(target.embedding.detach(), target.head_weight.detach())
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def our_trace(target, drafter, prompt, *, new=40, stop=None):
 def favour_few_tokens(target):
     """Let four tokens win nearly always, so that a random drafter is right now and then."""
     with torch.no_grad():
-        rows = target.head.weight[:4]
+        rows = target.head_weight[:4]
         rows[:2] *= 6
         rows[2:] = -rows[:2]
 
