@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
@@ -161,10 +162,20 @@ class Engine:
             },
         )
         self.model = model
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        alone = dist.get_world_size() == 1
+        # ZeRO 2 reduces while it goes backward, in the order in which gradients appear: every rank needs all
+        self._touch = zero_stage == 2 and not alone
+        if alone and zero_stage == 0:
+            self._engine.enable_backward_allreduce = (
+                False  # nothing to average: saves two copies of all gradients
+            )
         self._allocate_moments(step=0)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to the step's; `update` averages it over all ranks."""
+        if self._touch or not loss.requires_grad:
+            loss = loss + zero_of(self._parameters)
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def update(self, lr: float) -> float:
@@ -175,6 +186,11 @@ class Engine:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if self.zero_stage < 2:
+            # a parameter that no slot of this rank has reached still takes part, in the reduction and in AdamW
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if self.zero_stage else self._optimizer.grad_norm
         value = float(norm) if norm is not None else math.nan
@@ -199,7 +215,7 @@ class Engine:
                 self._set_moment(parameter, key, moments[f"{key}.{name}"].to(parameter.device))
 
     def _allocate_moments(self, step: int) -> None:
-        """Zero moments now and not at the first update: DeepSpeed finds those of the first group only, then."""
+        """Zero moments before the first update, after which DeepSpeed would find only the first group's."""
         for flat in [p for group in self._optimizer.param_groups for p in group["params"]]:
             self._optimizer.state[flat] = {
                 "step": torch.tensor(float(step), device=flat.device),
@@ -224,6 +240,11 @@ class Engine:
             safe_set_full_optimizer_state(parameter, value, key)
         else:
             self._optimizer.state[parameter][key].copy_(value)
+
+
+def zero_of(parameters: list[nn.Parameter]) -> Tensor:
+    """Zero, with a zero gradient for every parameter: what a rank without blocks adds to a step."""
+    return sum((p.sum() * 0.0 for p in parameters), torch.zeros((), device=parameters[0].device))
 
 
 def prepare_deepspeed() -> None:

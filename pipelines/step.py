@@ -69,12 +69,3 @@ class DraftStep(nn.Module):
         if not self._autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-
-def touch_all(parameters: list[nn.Parameter]) -> Tensor:
-    """Zero, with a zero gradient for every parameter.
-
-    Added to the loss of a rank that has no block: it then takes part in every reduction of gradients, whose
-    order ZeRO takes from the backward pass.
-    """
-    return sum((p.sum() * 0.0 for p in parameters), torch.zeros((), device=parameters[0].device))

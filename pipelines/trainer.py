@@ -33,7 +33,7 @@ from pipelines.optimization import Engine, NonFiniteError, prepare_deepspeed
 from pipelines.ranks import add_over_ranks, add_tensors_over_ranks, barrier, join_ranks
 from pipelines.run_folder import check_same_run, complete, open_folder, starting_point
 from pipelines.runfile import RunConfig
-from pipelines.step import DraftStep, touch_all
+from pipelines.step import DraftStep
 from pipelines.stopping import StopSignal
 from pipelines.train_result import TrainResult, read_result
 from pipelines.training_state import CheckpointWriter, read_moments, read_weights
@@ -180,10 +180,7 @@ class Trainer:
             with self._timed("forward"):
                 sums = self.module(batch.to(self.device))
             with self._timed("backward"):
-                loss = sums.loss * scale
-                if not len(batch.anchor_ids):
-                    loss = loss + touch_all(list(self.module.parameters()))
-                self.engine.backward(loss)
+                self.engine.backward(sums.loss * scale)
             loss_sum = loss_sum + sums.metrics["loss"].cpu()
             self._count(batch, sums.metrics)
         try:

@@ -19,7 +19,7 @@ from pipelines.optimization import NonFiniteError
 from pipelines.ranks import join_ranks
 from pipelines.run_folder import complete
 from pipelines.runfile import RunFileError, load_run
-from pipelines.step import DraftStep, touch_all
+from pipelines.step import DraftStep
 from pipelines.train_result import render_train
 from pipelines.trainer import Trainer, run_train
 from pipelines.training_state import CheckpointError, find_checkpoint, read_weights
@@ -270,12 +270,12 @@ def test_pooled_figures_are_not_means_of_means():
 def test_rank_without_blocks_gives_a_zero_gradient_to_every_parameter(tmp_path):
     trainer = Trainer(complete(make_run(tmp_path)), *join_ranks(1))
     parameters = list(trainer.module.parameters())
-    touch_all(parameters).backward()
+    trainer.engine.backward(torch.zeros(()))
     assert all(p.grad is not None and not p.grad.any() for p in parameters)
 
 
 def test_block_sees_only_what_serving_will_have(tmp_path):
-    """Change one feature row; only blocks whose anchor lies behind it and within the window may move."""
+    """Change one feature row: only blocks with their anchor behind it and within the window may move."""
     trainer = Trainer(complete(make_run(tmp_path, drafter={"sliding_window": 6})), *join_ranks(1))
     corpus, step = trainer.corpus, trainer.module
     tokens = corpus.tokens(corpus.train[0])
