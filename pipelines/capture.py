@@ -224,13 +224,14 @@ def _check_size(plan: Plan, writer: StoreWriter, options: CaptureOptions) -> Non
     )
     if options.disk_budget_gib is not None and there + needed > options.disk_budget_gib * 2**30:
         raise CaptureError(
-            f"the store would need {size} besides the {there / 2**30:.2f} GiB that it has, more than the budget "
-            f"of {options.disk_budget_gib:g} GiB; use fewer records (--limit), shorter ones or fewer taps"
+            f"the store would need {size} besides the {there / 2**30:.2f} GiB that it has, more than "
+            f"the budget of {options.disk_budget_gib:g} GiB; use fewer records (--limit), shorter ones "
+            "or fewer taps"
         )
     if not options.regenerate and needed > free:
         raise CaptureError(
-            f"the store would need {size}, but {options.out} has {free / 2**30:.2f} GiB free; use fewer records "
-            "(--limit), fewer taps or another disk"
+            f"the store would need {size}, but {options.out} has {free / 2**30:.2f} GiB free; use fewer "
+            "records (--limit), fewer taps or another disk"
         )
 
 
@@ -269,8 +270,8 @@ def _nothing_usable(rejections: list[Rejection]) -> str:
     reason, count = Counter(rejection.reason for rejection in rejections).most_common(1)[0]
     first = next(rejection for rejection in rejections if rejection.reason == reason)
     return (
-        f"none of the {len(rejections)} records gives a sample with supervised tokens; {count} of them, "
-        f"first {first.source}:{first.line}: {reason}"
+        f"none of the {len(rejections)} records gives a sample with supervised tokens; {count} of "
+        f"them, first {first.source}:{first.line}: {reason}"
     )
 
 

@@ -204,6 +204,7 @@ class VllmEngine:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the isolation; steps are driven from here
             "VLLM_NO_USAGE_STATS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

@@ -13,8 +13,11 @@ import os
 import queue
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, Any
+
+_ORPHAN_SECONDS = 15
 
 
 class UnsupportedTargetError(RuntimeError):
@@ -117,6 +120,8 @@ class Worker:
         for line in sys.stdin:
             self._jobs.put(json.loads(line))
         self._jobs.put(None)
+        time.sleep(_ORPHAN_SECONDS)
+        os._exit(1)  # a step that does not end must not keep an orphan alive
 
     def _take_jobs(self, *, wait: bool) -> bool:
         """Submit what has arrived; False once stdin has ended."""

@@ -46,7 +46,7 @@ class ParityReport:
 
 @torch.inference_mode()
 def reference_states(target: Path, token_ids: list[int], dtype: str = "auto") -> list[Tensor]:
-    """Raw outputs [T, hidden] fp32 of all decoder layers by transformers on the CPU, then the final norm's."""
+    """Raw outputs [T, hidden] fp32 of all decoder layers by transformers on the CPU, then of the norm."""
     from transformers import AutoModelForCausalLM
 
     from pipelines.engine_hf import decoder_layers
