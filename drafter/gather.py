@@ -29,18 +29,20 @@ class _GatheredDot(torch.autograd.Function):
         ctx.save_for_backward(table_VD, ids_Rk)
         wide = torch.promote_types(rows_RD.dtype, torch.float32)
         products = torch.empty(ids_Rk.shape, dtype=wide, device=rows_RD.device)
-        for tile in _tiles(len(rows_RD)):
-            picks_tkD = table_VD[ids_Rk[tile]].to(wide)
-            products[tile] = (picks_tkD @ rows_RD[tile].to(wide).unsqueeze(-1)).squeeze(-1)
+        with torch.autocast(rows_RD.device.type, enabled=False):
+            for tile in _tiles(len(rows_RD)):
+                picks_tkD = table_VD[ids_Rk[tile]].to(wide)
+                products[tile] = (picks_tkD @ rows_RD[tile].to(wide).unsqueeze(-1)).squeeze(-1)
         return products
 
     @staticmethod
     def backward(ctx: Any, gradient_Rk: Tensor) -> tuple[Tensor, None, None]:
         table_VD, ids_Rk = ctx.saved_tensors
         grad_RD = gradient_Rk.new_empty(len(ids_Rk), table_VD.shape[1])
-        for tile in _tiles(len(ids_Rk)):
-            picks_tkD = table_VD[ids_Rk[tile]].to(gradient_Rk.dtype)
-            grad_RD[tile] = (gradient_Rk[tile].unsqueeze(-2) @ picks_tkD).squeeze(-2)
+        with torch.autocast(gradient_Rk.device.type, enabled=False):
+            for tile in _tiles(len(ids_Rk)):
+                picks_tkD = table_VD[ids_Rk[tile]].to(gradient_Rk.dtype)
+                grad_RD[tile] = (gradient_Rk[tile].unsqueeze(-2) @ picks_tkD).squeeze(-2)
         return grad_RD, None, None
 
 

@@ -162,7 +162,9 @@ class Drafter(nn.Module):
     def fuse(self, features_TF: Tensor) -> Tensor:
         """Project taps, side by side in `target_layer_ids` order, to context rows [T, D] of all layers."""
         weight = self.fc.weight if self.feature_scale is None else self.fc.weight * self.feature_scale
-        context_TD: Tensor = self.hidden_norm(F.linear(features_TF.to(weight.dtype), weight))
+        if not torch.is_autocast_enabled(features_TF.device.type):
+            features_TF = features_TF.to(weight.dtype)  # autocast would only halve them again
+        context_TD: Tensor = self.hidden_norm(F.linear(features_TF, weight))
         return context_TD
 
     def forward(

@@ -32,7 +32,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = (torch.linalg.vecdot(wide, wide) / wide.shape[-1] + eps).rsqrt_().unsqueeze(-1)
+        with torch.autocast(x.device.type, enabled=False):  # it would take the statistics in half precision
+            inverse = (torch.linalg.vecdot(wide, wide) / wide.shape[-1] + eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, inverse)
         return (wide * inverse).mul_(weight).to(x.dtype)
 
@@ -42,7 +43,8 @@ class _RmsNorm(torch.autograd.Function):
         size = x.shape[-1]
         wide, gradient = x.to(inverse.dtype), gradient.to(inverse.dtype)
         weighted = gradient * weight
-        projection = torch.linalg.vecdot(weighted, wide).unsqueeze(-1) * inverse.pow(3) / size
-        grad_weight = inverse.reshape(1, -1) @ (gradient * wide).reshape(-1, size)
+        with torch.autocast(x.device.type, enabled=False):
+            projection = torch.linalg.vecdot(weighted, wide).unsqueeze(-1) * inverse.pow(3) / size
+            grad_weight = inverse.reshape(1, -1) @ (gradient * wide).reshape(-1, size)
         grad_x = weighted.mul_(inverse).addcmul_(projection, wide, value=-1)
         return grad_x.to(x.dtype), grad_weight.reshape(-1).to(weight.dtype), None
