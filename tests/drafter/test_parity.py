@@ -9,6 +9,7 @@ from drafter.frozen import FrozenHead
 from drafter.proposal import propose
 from drafter.vocabulary import LogitScale
 from tests.drafter.targets import qwen3_target
+from tests.drafter.test_rope import ROPES
 from tests.drafter.tiny import MIXED, tiny_config, tiny_drafter
 
 reference = pytest.importorskip("dflash.model")
@@ -18,6 +19,8 @@ KINDS = {
     "sliding": {"sliding_window": 12},
     "causal sliding": {"sliding_window": 12, "is_causal": None},
     "mixed": {"sliding_window": 12, "layer_types": MIXED, "is_causal": None},
+    "yarn": {"sliding_window": 12, "rope": ROPES["yarn"]},
+    "llama3": {"sliding_window": None, "rope": ROPES["llama3"]},
 }
 
 
@@ -34,6 +37,8 @@ def load_both(tmp_path, version, **changes):
     theirs, report = cls.from_pretrained(tmp_path / "drafter", output_loading_info=True, dtype=torch.float32)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    torch.testing.assert_close(theirs.rotary_emb.inv_freq, drafter.rotary.frequencies.float())
+    assert theirs.rotary_emb.attention_scaling == drafter.rotary.scaling
     return load_drafter(tmp_path / "drafter"), theirs.eval()
 
 

@@ -172,6 +172,20 @@ def test_cached_decoding_equals_dense_attention(kind, version, chunks):
         assert cache.kept_rows(layer) == (30 if mask.window is None else mask.window - 1)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_bfloat16_decoding_stays_near_float32(version):
+    """Eight bits of mantissa through two layers: relative error of the hidden states below 5 %."""
+    config = tiny_config(version, block_size=BLOCK)
+    drafter, head = tiny_drafter(config, scale=0.1), tiny_head()
+    features, ids = inputs(drafter)
+    expected = draft_hidden(drafter, DraftCache(config), features, ids[:1], head)
+    half, table = drafter.to(torch.bfloat16), head.to(dtype=torch.bfloat16)
+    found = draft_hidden(half, DraftCache(config), features.bfloat16(), ids[:1], table)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
+    assert propose(half, found, ids[:1], table).ids.shape == (1, BLOCK - 1)
+
+
 def test_cache_of_a_sliding_layer_stays_bounded():
     drafter, head = tiny_drafter(tiny_config(sliding_window=4)), tiny_head()
     cache = DraftCache(drafter.config)
