@@ -118,8 +118,7 @@ class _Step:
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
         rows, c = self.share.feature_rows, self.settings.compute_bytes
-        copied = self.settings.narrow or self.settings.feature_bytes != WIDE
-        copies = c if copied else 0
+        copies = 0 if self.settings.feature_bytes == c else c
         return {
             "feature copy": rows * self.shape.feature_width * copies,
             "fused rows": rows * (2 * self.shape.hidden * c + WIDE)
@@ -142,13 +141,11 @@ class _Step:
         return self.settings.compute_bytes * self.shape.parameter_count if self.settings.narrow else 0.0
 
     def fuse(self) -> dict[str, float]:
-        """Stored features pass through a float32 copy on their way to a narrow product."""
-        wide = self.settings.narrow and self.settings.feature_bytes < WIDE
         return {
             **self.state(),
             "gradients": self.gradients(0),
             **self.context(0),
-            "wide features": self.share.feature_rows * self.shape.feature_width * WIDE if wide else 0,
+            "weight copies": self.casts(),
         }
 
     def vocabulary_loss(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ GIB = 2**30
 CLEAR_GAIN = 0.10  # a larger P has to be faster by more than the estimate's own error
 HEADROOM = 0.08  # of the memory: allocator fragments, CUDA context, communicators
 UPDATE_ACCESSES = 7  # AdamW reads parameter, gradient and two moments, and writes all but the gradient
-_LARGEST_WORLD = 4096
+_LARGEST_WORLD = 32  # that a refusal looks at; pricing placements takes time of order P^2
 
 
 class PlanError(ValueError):
@@ -143,9 +143,7 @@ def choose_context_ranks(question: Question) -> int:
 
 def candidates(question: Question) -> list[Candidate]:
     """One candidate for every divisor of N, by ascending P."""
-    return [
-        _estimate(question, ranks) for ranks in range(1, question.world + 1) if question.world % ranks == 0
-    ]
+    return [_estimate(question, ranks) for ranks in _divisors(question.world)]
 
 
 def step_cost(shape: DrafterShape, device: DeviceConstants, wire_bytes: int) -> StepCost:
@@ -270,7 +268,7 @@ def _remedies(question: Question, best: Candidate) -> list[str]:
 
 
 def _fits(question: Question) -> bool:
-    return any(candidate.fits for candidate in candidates(question))
+    return any(_estimate(question, ranks).fits for ranks in reversed(_divisors(question.world)))
 
 
 def _most_anchors(question: Question) -> int:
@@ -297,3 +295,7 @@ def _verdict(candidate: Candidate, chosen: Candidate) -> str:
     if candidate.context_ranks > chosen.context_ranks:
         return slower if ratio < 1 else f"{slower}; a gain below the estimate's error"
     return slower
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

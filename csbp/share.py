@@ -6,6 +6,7 @@ training step does, so the plan and the run cannot disagree about placement, tra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from csbp.cost import DrafterShape, Workload
 from csbp.layout import BlockLayout
 from csbp.ownership import StepCost
 from csbp.routes import RouteBuilder
+from csbp.rows import RowSet
 from csbp.visibility import first_visible, seen
 from drafter.attention import LayerMask
 
@@ -94,6 +96,9 @@ def draw_layout(work: Workload, block_size: int) -> BlockLayout:
     return BlockLayout(torch.cat(anchors) + starts, starts, work.rows, block_size)
 
 
+@functools.lru_cache(
+    maxsize=256
+)  # a plan asks again for other ZeRO stages and worlds, which change nothing here
 def replica_share(
     shape: DrafterShape, work: Workload, ranks: int, cost: StepCost, *, wire_bytes: int, retain: int | None
 ) -> ReplicaShare:
@@ -109,17 +114,38 @@ def replica_share(
     """
     layout = draw_layout(work, shape.block_size)
     choice = choose(layout, shape.masks, ranks, cost, "auto", ["auto"] * shape.layers)
-    dealt = _Dealt(shape, layout, choice, wire_bytes, ranks if retain is None else max(1, retain))
-    return ReplicaShare(
-        choice.placement, tuple(choice.transports), tuple(dealt.rank(rank) for rank in range(ranks))
-    )
+    kinds = tuple(zip(shape.masks, choice.transports, strict=True))
+    builder = RouteBuilder(layout, choice.ownership, me=0, retain=ranks)
+    projected = {kind: [builder.projected(rank, *kind) for rank in range(ranks)] for kind in set(kinds)}
+    layers = {
+        kind: _Kind(
+            shape, layout, choice, kind[0], wire_bytes, ranks if retain is None else max(1, retain)
+        ).shares(kind[1], [len(rows) for rows in parts])
+        for kind, parts in projected.items()
+    }
+    shares = []
+    for rank in range(ranks):
+        read = len(functools.reduce(RowSet.union, (parts[rank] for parts in projected.values())))
+        sizes = [len(parts[rank]) for parts in projected.values()]
+        shares.append(
+            RankShare(
+                blocks=choice.ownership.blocks[rank].numel(),
+                feature_rows=read,
+                layers=tuple(layers[kind][rank] for kind in kinds),
+                selections=tuple(size for size in sizes if size != read),
+            )
+        )
+    return ReplicaShare(choice.placement, tuple(choice.transports), tuple(shares))
 
 
 @dataclass(frozen=True)
-class _Dealt:
+class _Kind:
+    """All layers with one mask and one transport."""
+
     shape: DrafterShape
     layout: BlockLayout
     choice: Choice
+    mask: LayerMask
     wire_bytes: int
     retain: int
 
@@ -127,34 +153,21 @@ class _Dealt:
     def ranks(self) -> int:
         return len(self.choice.ownership.shards)
 
-    def rank(self, rank: int) -> RankShare:
-        kinds = list(zip(self.shape.masks, self.choice.transports, strict=True))
-        builder = RouteBuilder(self.layout, self.choice.ownership, rank, self.retain)
-        projected = {kind: builder.projected(rank, *kind) for kind in set(kinds)}
-        rows = None
-        for part in projected.values():
-            rows = part if rows is None else rows.union(part)
-        read = 0 if rows is None else len(rows)
-        layers = {kind: self._layer(builder, rank, *kind) for kind in projected}
-        return RankShare(
-            blocks=self.choice.ownership.blocks[rank].numel(),
-            feature_rows=read,
-            layers=tuple(layers[kind] for kind in kinds),
-            selections=tuple(len(part) for part in projected.values() if len(part) != read),
-        )
-
-    def _layer(self, builder: RouteBuilder, rank: int, mask: LayerMask, transport: str) -> LayerShare:
-        sizes = [len(builder.projected(peer, mask, transport)) for peer in range(self.ranks)]  # type: ignore[arg-type]
-        if transport == "ring":
-            kept, moving, forward, backward = self._ring(rank, sizes)
+    def shares(self, transport: str, sizes: Sequence[int]) -> list[LayerShare]:
+        """One share per rank, of which rank r projects `sizes[r]` rows."""
+        if transport == "local" or self.ranks == 1:
+            moved = [(0, 0, 0, 0)] * self.ranks
+        elif transport == "ring":
+            moved = [self._ring(rank, sizes) for rank in range(self.ranks)]
         elif transport == "query-ring":
-            kept, moving, forward, backward = self._query_ring(rank)
-        elif transport == "local" or self.ranks == 1:
-            kept = moving = forward = backward = 0
+            moved = [self._query_ring(rank) for rank in range(self.ranks)]
         else:
-            kept, moving, forward, backward = self._exchange(rank, mask)
-        pairs = _pairs(self.layout, mask, self.choice.ownership.blocks[rank])
-        return LayerShare(transport, sizes[rank], kept, moving, pairs, forward, backward)
+            moved = self._exchange()
+        pairs = [_pairs(self.layout, self.mask, blocks) for blocks in self.choice.ownership.blocks]
+        return [
+            LayerShare(transport, size, kept, moving, count, forward, backward)
+            for size, count, (kept, moving, forward, backward) in zip(sizes, pairs, moved, strict=True)
+        ]
 
     def _rows(self, rows: int, element_bytes: int) -> int:
         """Bytes of the keys and values (or their gradients) of some rows."""
@@ -187,20 +200,20 @@ class _Dealt:
         backward = others * (visitor + width * ACCUMULATOR_BYTES)
         return others * width * self.wire_bytes, 5 * max(rows) * visitor, forward, backward
 
-    def _exchange(self, rank: int, mask: LayerMask) -> tuple[int, int, int, int]:
+    def _exchange(self) -> list[tuple[int, int, int, int]]:
         """Rows that others' windows reach are lent, and their gradients come home."""
-        ownership = self.choice.ownership
-        reach = [seen(self.layout, mask, blocks) for blocks in ownership.blocks]
-        others = [peer for peer in range(self.ranks) if peer != rank]
-        lent = sum(len(ownership.shards[rank].intersection(reach[peer])) for peer in others)
-        borrowed = sum(len(ownership.shards[peer].intersection(reach[rank])) for peer in others)
-        moving = 2 * self._rows(borrowed, ACCUMULATOR_BYTES) + self._rows(lent, ACCUMULATOR_BYTES)
-        return (
-            self._rows(borrowed, self.wire_bytes),
-            moving,
-            self._rows(lent, self.wire_bytes),
-            self._rows(borrowed, ACCUMULATOR_BYTES),
-        )
+        ownership, ranks = self.choice.ownership, range(self.ranks)
+        reach = [seen(self.layout, self.mask, blocks) for blocks in ownership.blocks]
+        table = [
+            [0 if p == q else len(ownership.shards[p].intersection(reach[q])) for q in ranks] for p in ranks
+        ]
+        moved = []
+        for rank in ranks:
+            lent, borrowed = sum(table[rank]), sum(row[rank] for row in table)
+            moving = 2 * self._rows(borrowed, ACCUMULATOR_BYTES) + self._rows(lent, ACCUMULATOR_BYTES)
+            forward, kept = self._rows(lent, self.wire_bytes), self._rows(borrowed, self.wire_bytes)
+            moved.append((kept, moving, forward, self._rows(borrowed, ACCUMULATOR_BYTES)))
+        return moved
 
 
 def _pairs(layout: BlockLayout, mask: LayerMask, blocks: Tensor) -> int:
