@@ -1,7 +1,7 @@
 """The rank grid: the one place that knows ranks and process groups.
 
-A world of N ranks is R replicas of P context ranks. Ranks of one replica are neighbours in the world's order, so
-they share a node when a replica fits on one.
+A world of N ranks is R replicas of P context ranks. Ranks of one replica are neighbours in the world's order,
+so they share a node when a replica fits on one.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Grid:
     def from_environment(cls, context_ranks: int, *, timeout: timedelta = timedelta(minutes=10)) -> Grid:
         """Join the world that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-        Uses the process group that exists, or starts one (nccl with a GPU, gloo without). Every rank of the world
-        must call this at the same point, because groups are made together.
+        Uses the process group that exists, or starts one (nccl with a GPU, gloo without). Every rank of the
+        world must call this at the same point, because groups are made together.
 
         Raises:
             TopologyError: `context_ranks` does not divide the world.
