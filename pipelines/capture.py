@@ -30,7 +30,7 @@ from pipelines.files import write_text_atomically
 from pipelines.parity import PARITY_TOKENS, TOLERANCE, compare_rows, reference_states
 from pipelines.records import Rejection, read_records
 from pipelines.rowfile import DTYPES
-from pipelines.store import StoreWriter
+from pipelines.store import Manifest, StoreWriter
 from pipelines.store_counts import store_bytes, store_counts
 from pipelines.target import load_tokenizer, resolve_target
 
@@ -92,7 +92,7 @@ def run_capture(options: CaptureOptions) -> CaptureResult:
     first_run = not (options.out / "manifest.json").exists()
     with (
         StoreWriter(options.out, manifest, part_bytes=options.part_bytes, verify=options.verify) as writer,
-        stopping(_engine(options, target, taps, limit)) as engine,
+        stopping(_engine(options, manifest, target, limit)) as engine,
     ):
         if first_run:
             engine.start()  # an engine that cannot take the target says so before the data are read
@@ -171,19 +171,19 @@ def stopping(engine: Engine) -> Iterator[Engine]:
         engine.stop()
 
 
-def _engine(options: CaptureOptions, target: Path, taps: list[int], limit: int) -> Engine:
+def _engine(options: CaptureOptions, manifest: Manifest, target: Path, limit: int) -> Engine:
+    taps = manifest.target_layer_ids
+    dtype = manifest.target_dtype  # resolved: vLLM's own "auto" turns a float32 checkpoint into bfloat16
     ends = _ends(load_tokenizer(target), target)
     if options.backend == "hf":
-        return HfEngine(
-            target, taps, dtype=options.target_dtype, eos_ids=ends, step_tokens=options.step_tokens
-        )
+        return HfEngine(target, taps, dtype=dtype, eos_ids=ends, step_tokens=options.step_tokens)
     bounded = options.hidden_cache == "bounded" or (options.hidden_cache == "auto" and limit > _BOUNDED_FROM)
     return VllmEngine(
         target,
         taps,
         spool=options.out / "staging" / "spool",
         log=options.out / "engine.log",
-        dtype=options.target_dtype,
+        dtype=dtype,
         feature_dtype=options.feature_dtype,
         max_model_len=limit + 1,
         max_concurrent=options.max_concurrent,

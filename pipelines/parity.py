@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of one computation in two programs differ by rounding: 0.2-0.6 % in bfloat16 (measured on ids 2, 15 and
-# 27 of SmolLM2), 1e-6 in float32. One layer off is 55-85 %.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+# Rows of one computation in two programs differ by rounding: SmolLM2 in bfloat16 by 0.2-0.6 % overall and 3.4 %
+# in its worst row of layer 27, in float32 by 1e-6. One layer off is 55-85 %.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 PARITY_TOKENS = 256
 _CONSTANT_ROWS = 4  # this many equal rows of different tokens are no accident
 

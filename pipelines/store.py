@@ -238,7 +238,7 @@ class FeatureStore:
         try:
             handle = safe_open(self.path / "features" / name, framework="pt")
             part = handle.get_slice(TENSOR)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise StoreError(
                 _damage_message(self.path, [f"{name}: cannot be read as safetensors ({error})"])
             ) from None

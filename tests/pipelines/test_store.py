@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipelines.inspect_store import inspect_store
+from pipelines.rowfile import DiskFullError, NonFiniteError, RowFile
+from pipelines.store import FeatureStore, Manifest, StoreError, StoreWriter, TokenSample
+
+TAPS, HIDDEN = [1, 4], 3
+WIDTH = len(TAPS) * HIDDEN
+
+
+def manifest(**changes: object) -> Manifest:
+    fields = {
+        "target": "t", "target_fingerprint": "a", "tokenizer_fingerprint": "b", "target_layer_ids": TAPS,
+        "hidden_size": HIDDEN, "dtype": "float32",
+    }  # fmt: skip
+    return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def rows_of(name: str, length: int) -> Tensor:
+    """Rows that say whose they are."""
+    seed = int.from_bytes(name.encode()[-4:], "little")
+    return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens_of(name: str, length: int) -> TokenSample:
+    return TokenSample(name, torch.arange(length) % 7, torch.arange(length) >= 2, source=f"f:{length}")
+
+
+def add(writer: StoreWriter, name: str, length: int, rows: int | None = None) -> None:
+    writer.add(tokens_of(name, length), rows_of(name, length if rows is None else rows))
+
+
+def check(store: FeatureStore, name: str) -> None:
+    index = store.ids.index(name)
+    sample = store.sample(index)
+    length = len(sample.token_ids)
+    assert torch.equal(store.rows(index, 0, sample.num_rows), rows_of(name, sample.num_rows))
+    assert torch.equal(sample.token_ids, torch.arange(length) % 7)
+    assert torch.equal(sample.loss_mask, torch.arange(length) >= 2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        for number in range(6):
+            add(writer, f"n{number}", 5 + number)
+    return tmp_path / "s"
+
+
+def test_samples_come_back_whole_and_in_id_order(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        for name in ("b", "c", "a"):
+            add(writer, name, 9)
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    assert store.ids == ["a", "b", "c"]
+    assert store.lengths.tolist() == [9, 9, 9]
+    for name in store.ids:
+        check(store, name)
+    sample = store.sample(0)
+    assert sample.metadata == {"source": "f:9", "prompt_length": 2}
+    assert sample.document_starts.tolist() == [0]
+    assert store.feature_width == WIDTH
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=8),
+    part_rows=st.integers(1, 60),
+    piece=st.integers(1, 17),
+    data=st.data(),
+)
+def test_any_window_equals_the_rows_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    part_rows: int,
+    piece: int,
+    data: st.DataObject,
+) -> None:
+    path = tmp_path_factory.mktemp("windows")
+    with StoreWriter(path / "s", manifest(), part_bytes=part_rows * WIDTH * 4) as writer:
+        for number, length in enumerate(lengths):
+            with writer.stream() as stream:
+                for rows in rows_of(f"n{number}", length).split(piece):
+                    stream.append(rows)
+                stream.finish(tokens_of(f"n{number}", length))
+    store = FeatureStore.open(path / "s", verify=True)
+    for _ in range(5):
+        index = data.draw(st.integers(0, len(lengths) - 1))
+        length = int(store.lengths[index])
+        start = data.draw(st.integers(0, length))
+        stop = data.draw(st.integers(start, length))
+        assert torch.equal(store.rows(index, start, stop), rows_of(store.ids[index], length)[start:stop])
+
+
+def test_long_sample_is_a_stream_of_parts(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest(), part_bytes=100 * WIDTH * 4) as writer:
+        with writer.stream() as stream:
+            for rows in rows_of("long", 1000).split(70):
+                stream.append(rows)
+            stream.finish(tokens_of("long", 1000))
+        add(writer, "short", 5)
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    assert len(list((tmp_path / "s/features").iterdir())) > 5
+    check(store, "long")
+    check(store, "short")
+
+
+def test_many_small_samples_share_a_part(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        for number in range(200):
+            add(writer, f"n{number:03}", 4)
+    assert (
+        len([file for file in (tmp_path / "s").rglob("*") if file.is_file()]) == 4
+    )  # lock, manifest, table, part
+
+
+def test_parts_are_plain_safetensors_and_tables_plain_datasets(store: Path, tmp_path: Path) -> None:
+    from datasets import load_dataset
+    from safetensors.torch import load_file
+
+    (part,) = (store / "features").iterdir()
+    assert load_file(part)["features"].shape == (sum(range(5, 11)), WIDTH)
+    tables = [str(file) for file in (store / "samples").iterdir()]
+    table = load_dataset("arrow", data_files=tables, split="train", cache_dir=str(tmp_path / "cache"))
+    assert table[0]["token_ids"] == [0, 1, 2, 3, 4]
+
+
+def test_rows_of_a_generated_last_token_read_as_zeros(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        add(writer, "g", 8, rows=7)
+    store = FeatureStore.open(tmp_path / "s")
+    assert store.sample(0).num_rows == 7
+    assert torch.equal(store.rows(0, 5, 8), torch.cat([rows_of("g", 7)[5:], torch.zeros(1, WIDTH)]))
+    assert torch.equal(store.rows(0, 7, 8), torch.zeros(1, WIDTH))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6), (6, 7)])
+def test_range_outside_the_sample_is_an_error(store: Path, start: int, stop: int) -> None:
+    with pytest.raises(StoreError, match="5 tokens"):
+        FeatureStore.open(store).rows(0, start, stop)
+
+
+def test_stored_dtype_is_kept(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest(dtype="bfloat16")) as writer:
+        add(writer, "x", 6)
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    assert store.dtype == torch.bfloat16
+    assert torch.equal(store.rows(0, 0, 6), rows_of("x", 6).bfloat16())
+
+
+def test_window_reads_touch_only_their_pages(tmp_path: Path) -> None:
+    """A sparse part of 4 GiB: only the asked-for rows come into memory."""
+    path = tmp_path / "s"
+    with StoreWriter(path, manifest()) as writer:
+        add(writer, "x", 10)
+    (part,) = (path / "features").iterdir()
+    rows = 2**32 // (WIDTH * 4)
+    table = next((path / "samples").iterdir())
+    from pipelines.rowfile import _header  # the header of a part that was never written out
+    from pipelines.store_schema import write_shard
+
+    with part.open("r+b") as stream:
+        stream.write(_header(rows, WIDTH, torch.float32))
+        stream.truncate(1024 + rows * WIDTH * 4)
+    row = tokens_of("x", 10).table_row(10, [{"part": part.name, "part_row": 0, "rows": 10, "sha256": ""}])
+    write_shard(table, [row], {part.name: rows})
+    before = psutil.Process().memory_info().rss
+    assert torch.equal(FeatureStore.open(path).rows(0, 2, 6), rows_of("x", 10)[2:6])
+    assert psutil.Process().memory_info().rss - before < 2**26
+
+
+# -------------------------------------------------------------------- damage
+
+
+def test_truncated_part_is_named_and_recaptured(store: Path) -> None:  # B9
+    (part,) = (store / "features").iterdir()
+    os.truncate(part, part.stat().st_size - 1)
+    with pytest.raises(StoreError, match=rf"{part.name}: \d+ bytes, expected \d+"):
+        FeatureStore.open(store)
+    with StoreWriter(store, manifest()) as writer:
+        assert writer.dropped == {f"n{number}" for number in range(6)}
+        for number in range(6):
+            add(writer, f"n{number}", 5 + number)
+    again = FeatureStore.open(store, verify=True)
+    for name in again.ids:
+        check(again, name)
+
+
+def test_altered_byte_costs_one_sample(store: Path) -> None:
+    (part,) = (store / "features").iterdir()
+    with part.open("r+b") as stream:
+        stream.seek(1024 + 8 * WIDTH * 4)  # row 8 lies in the second sample
+        stream.write(b"\xff")
+    assert len(FeatureStore.open(store)) == 6  # sizes are right
+    with pytest.raises(StoreError, match="n1 "):
+        FeatureStore.open(store, verify=True)
+    assert [item["sample"] for item in inspect_store(store, verify=True)["damaged"]] == ["n1"]
+    with StoreWriter(store, manifest(), verify=True) as writer:
+        assert writer.dropped == {"n1"}
+        add(writer, "n1", 6)
+    again = FeatureStore.open(store, verify=True)
+    for name in again.ids:
+        check(again, name)
+
+
+def test_damaged_table_loses_its_shard_only(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with StoreWriter(tmp_path / "s", manifest()) as writer:
+            add(writer, name, 5)
+    first = tmp_path / "s/samples/shard-000000.arrow"
+    os.truncate(first, first.stat().st_size - 20)
+    with pytest.raises(StoreError, match="shard-000000"):
+        FeatureStore.open(tmp_path / "s")
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        assert writer.done == {"b"}
+        add(writer, "a", 5)
+    assert FeatureStore.open(tmp_path / "s", verify=True).ids == ["a", "b"]
+
+
+def test_non_finite_row_fails_its_sample_and_is_named(tmp_path: Path) -> None:  # B2
+    bad = rows_of("bad", 9)
+    bad[4, 5] = float("nan")
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        add(writer, "good", 5)
+        with pytest.raises(NonFiniteError, match="row 4, column 5"):
+            writer.add(tokens_of("bad", 9), bad)
+        add(writer, "later", 6)
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    assert store.ids == ["good", "later"]
+    check(store, "later")
+
+
+def test_overflow_of_the_stored_dtype_is_not_finite(tmp_path: Path) -> None:
+    with (
+        StoreWriter(tmp_path / "s", manifest(dtype="float16")) as writer,
+        pytest.raises(NonFiniteError, match="inf"),
+    ):
+        writer.add(tokens_of("x", 4), torch.full((4, WIDTH), 1e6))
+
+
+# -------------------------------------------------------------------- interruption
+
+WRITE = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from tests.pipelines.test_store import *
+writer = StoreWriter({store!r}, manifest(), part_bytes={part_bytes})
+for number in range(20):
+    if number == {stop}:
+        with writer.stream() as stream:
+            stream.append(rows_of("half", 50))
+            os.kill(os.getpid(), signal.SIGKILL)
+    if f"n{{number:02}}" not in writer.done:
+        add(writer, f"n{{number:02}}", 5 + number)
+writer.close()
+"""
+
+
+def run_writer(store: Path, stop: int, part_bytes: int = 1 << 30) -> int:
+    root = str(Path(__file__).resolve().parents[2])
+    code = WRITE.format(paths=[root], store=str(store), stop=stop, part_bytes=part_bytes)
+    return subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 30, 40 * WIDTH * 4])
+def test_killed_writer_loses_only_the_sample_in_progress(tmp_path: Path, part_bytes: int) -> None:  # B15
+    path = tmp_path / "s"
+    assert run_writer(path, 13, part_bytes) == -signal.SIGKILL
+    with StoreWriter(path, manifest(), part_bytes=part_bytes) as writer:
+        assert writer.done == {f"n{number:02}" for number in range(13)}
+        add(writer, "n13", 18)
+    store = FeatureStore.open(path, verify=True)
+    assert len(store) == 14
+    for name in store.ids:
+        check(store, name)
+    assert [file.name for file in (path / "staging").iterdir()] == ["lock"]  # B10
+
+
+def test_nothing_half_written_is_visible(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with StoreWriter(path, manifest()) as writer:
+        add(writer, "whole", 5)
+    writer = StoreWriter(path, manifest())
+    add(writer, "open", 6)
+    assert FeatureStore.open(path).ids == ["whole"]
+    writer.close()
+    assert FeatureStore.open(path).ids == ["open", "whole"]
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_kill_between_the_renames_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
+) -> None:
+    """The commit of two parts and a table is cut after each rename; recovery ends in the same store."""
+    path = tmp_path / "s"
+    writer = StoreWriter(path, manifest(), part_bytes=10**9)
+    monkeypatch.setattr(writer, "part_bytes", 30 * WIDTH * 4)
+    with writer.stream() as stream:
+        for rows in rows_of("two", 50).split(10):
+            stream.append(rows)
+        monkeypatch.setattr(writer, "part_bytes", 10**9)
+        stream.finish(tokens_of("two", 50))
+    add(writer, "more", 6)
+    count = 0
+    rename = Path.rename
+
+    def cut(self: Path, target: Path) -> Path:
+        nonlocal count
+        if count == renamed:
+            raise KeyboardInterrupt
+        count += 1
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", cut)
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit()
+    monkeypatch.setattr(Path, "rename", rename)
+    writer.abandon()
+    with StoreWriter(path, manifest()) as again:
+        assert again.done == {"two", "more"}
+    store = FeatureStore.open(path, verify=True)
+    check(store, "two")
+    check(store, "more")
+
+
+def test_torn_journal_line_and_torn_rows_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    writer = StoreWriter(path, manifest())
+    add(writer, "a", 5)
+    add(writer, "b", 6)
+    writer.abandon()
+    (journal,) = (path / "staging").glob("*.journal")
+    journal.write_bytes(journal.read_bytes() + b'{"id": "c", "tok')
+    (part,) = (path / "staging").glob("*.safetensors")
+    os.truncate(part, part.stat().st_size - 3)  # a power loss kept the journal but not the last rows
+    with StoreWriter(path, manifest()) as again:
+        assert again.done == {"a"}
+        add(again, "b", 6)
+    store = FeatureStore.open(path, verify=True)
+    check(store, "a")
+    check(store, "b")
+
+
+def test_row_files_of_an_engine_become_parts(tmp_path: Path) -> None:
+    spool = RowFile(tmp_path / "spool.rows", WIDTH, torch.float32, buffer_bytes=4096)
+    for rows in rows_of("big", 60).split(7):
+        spool.append(rows)
+    segment = spool.end_segment()
+    spool.close()
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        add(writer, "before", 5)
+        writer.adopt(tokens_of("big", 60), [tmp_path / "spool.rows"], [segment["sha256"]], [60])
+        add(writer, "after", 5)
+    store = FeatureStore.open(tmp_path / "s", verify=True)
+    for name in ("before", "big", "after"):
+        check(store, name)
+
+
+# -------------------------------------------------------------------- refusals
+
+FULL = """
+import resource, sys
+sys.path[:0] = {paths!r}
+from tests.pipelines.test_store import *
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    with StoreWriter({store!r}, manifest()) as writer:
+        for number in range(100):
+            add(writer, f"n{{number:02}}", 20)
+except DiskFullError as error:
+    print(error)
+"""
+
+
+def test_full_disk_is_one_error_and_keeps_what_is_complete(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    path = tmp_path / "s"
+    code = FULL.format(paths=[root], store=str(path))
+    run = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
+    assert "no room to write" in run.stdout
+    assert "run the same command again" in run.stdout
+    with StoreWriter(path, manifest()) as writer:
+        kept = set(writer.done)
+    assert kept
+    store = FeatureStore.open(path, verify=True)
+    assert set(store.ids) == kept
+    for name in store.ids:
+        check(store, name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target_fingerprint", "x"),
+        ("tokenizer_fingerprint", "x"),
+        ("target_layer_ids", [1, 3]),
+        ("dtype", "float16"),
+    ],
+)
+def test_other_target_is_refused(store: Path, field: str, value: object) -> None:  # A12, D13
+    with pytest.raises(StoreError, match=field):
+        StoreWriter(store, manifest(**{field: value}))
+
+
+def test_settings_of_an_attempt_without_samples_bind_nobody(tmp_path: Path) -> None:
+    StoreWriter(tmp_path / "s", manifest()).close()
+    with StoreWriter(tmp_path / "s", manifest(dtype="float16")) as writer:
+        add(writer, "x", 5)
+    assert FeatureStore.open(tmp_path / "s").dtype == torch.float16
+
+
+def test_second_writer_is_refused(store: Path) -> None:
+    with StoreWriter(store, manifest()), pytest.raises(StoreError, match="another process"):
+        StoreWriter(store, manifest())
+
+
+def test_sample_that_does_not_fit_together_is_refused(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", manifest()) as writer:
+        with pytest.raises(StoreError, match="3 feature rows for 5 tokens"):
+            add(writer, "x", 5, rows=3)
+        starts = TokenSample("y", torch.arange(5), torch.ones(5), torch.tensor([1, 3]))
+        with pytest.raises(StoreError, match="document_starts"):
+            writer.add(starts, rows_of("y", 5))
+        add(writer, "z", 5)
+        with pytest.raises(StoreError, match="already"):
+            add(writer, "z", 5)
+    assert FeatureStore.open(tmp_path / "s", verify=True).ids == ["z"]
+
+
+def test_newer_schema_and_no_store_say_so(store: Path, tmp_path: Path) -> None:
+    content = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps({**content, "schema_version": 99}))
+    with pytest.raises(StoreError, match="schema version 99"):
+        FeatureStore.open(store)
+    with pytest.raises(StoreError, match="not a feature store"):
+        FeatureStore.open(tmp_path)
+
+
+def test_inspection_counts_what_is_there(store: Path) -> None:
+    report = inspect_store(store, verify=True)
+    assert (report["samples"], report["tokens"], report["rows"]) == (6, 45, 45)
+    assert report["supervised"] == 45 - 6 * 2
+    assert report["damaged"] == []
+    assert [tap["layer"] for tap in report["taps"]] == TAPS
+    assert report["length"]["histogram"] == [(8, 4), (16, 2)]
+    assert DiskFullError.__mro__[1] is StoreError  # one except clause covers both
