@@ -10,6 +10,7 @@ Report = dict[str, Any]
 
 # Colour-blind safe (Okabe and Ito), one a method.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_FEWEST_STEPS = 20  # a conditional share of fewer steps is noise
 _PARTS = (("draft", "#0072B2"), ("verify", "#E69F00"), ("other", "#999999"))
 
 
@@ -66,26 +67,19 @@ def _bars(estimates: list[Report]) -> list[list[float]]:
 def _positions(axes: Any, report: Report) -> None:
     for name, colour in _colours(report).items():
         points = [p for p in report["methods"][name]["positions"] if p["acceptance"]["value"] is not None]
-        places = [p["position"] for p in points]
-        all_so_far = [p["acceptance"] for p in points]
-        axes.errorbar(
-            places,
-            [e["value"] for e in all_so_far],
-            yerr=_bars(all_so_far),
-            color=colour,
-            marker="o",
-            capsize=3,
-            label=name,
-        )
-        conditional = [(p["position"], p["conditional"]["value"]) for p in points]
-        shown = [(x, y) for x, y in conditional if y is not None]
-        axes.plot([x for x, _ in shown], [y for _, y in shown], color=colour, linestyle=":", linewidth=1.5)
+        so_far = [p["acceptance"] for p in points]
+        places, heights = [p["position"] for p in points], [e["value"] for e in so_far]
+        axes.errorbar(places, heights, yerr=_bars(so_far), color=colour, marker="o", capsize=3, label=name)
+        shown = [p for p in points if p["conditional"]["denominator"] >= _FEWEST_STEPS]
+        given = [p["conditional"]["value"] for p in shown]
+        axes.plot([p["position"] for p in shown], given, color=colour, linestyle=":", linewidth=1.8)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("draft position in the block")
     axes.set_ylabel("share of steps")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.plot([], [], color="#555555", linestyle=":", linewidth=1.5, label="given all before it")
-    axes.legend(title="all drafts accepted so far")
+    axes.plot([], [], color="#555555", marker="o", label="all accepted so far")
+    axes.plot([], [], color="#555555", linestyle=":", linewidth=1.8, label="accepted, given\nall before it")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _contexts(axes: Any, report: Report) -> None:

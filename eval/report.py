@@ -300,10 +300,15 @@ def _warnings(report: Report) -> list[str]:
                     f"{name}: at context {bucket} the acceptance length {tau['value']:.2f} is below "
                     f"break-even {even['value']:.2f}, so it decodes slower than plain decoding there"
                 )
-            if tau["n"] < FEW_PROMPTS:
-                found.append(
-                    f"{name}: context {bucket} rests on {tau['n']} prompts, fewer than {FEW_PROMPTS}"
-                )
+    few = {
+        bucket: figures["acceptance_length"]["n"]
+        for method in report["methods"].values()
+        for bucket, figures in method["contexts"].items()
+        if figures["acceptance_length"]["n"] < FEW_PROMPTS
+    }
+    found += [
+        f"context {bucket} rests on n = {n}, fewer than {FEW_PROMPTS} prompts" for bucket, n in few.items()
+    ]
     return found
 
 

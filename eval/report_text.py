@@ -216,12 +216,22 @@ def _time(report: Report) -> list[str]:
 
 def _run(report: Report) -> list[str]:
     settings, run, prompts = report["settings"], report["run"], report["prompts"]
+    shown = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "repeats",
+        "template_args",
+        "stop_ids",
+        "attention",
+        "prepack",
+    )
+    chosen = ", ".join(f"{key} {settings[key]}" for key in shown)
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     return [
         f"- command: `{' '.join(run['command'])}`",
-        f"- settings {settings['hash']}: temperature {settings['temperature']}, top-p {settings['top_p']}, "
-        f"top-k {settings['top_k']}, seed {settings['seed']}, repeats {settings['repeats']}, "
-        f"template arguments {settings['template_args'] or 'none'}, stop ids {settings['stop_ids'] or 'none'}",
+        f"- settings {settings['hash']}: {chosen}",
         f"- rendered prompts: hash {prompts['rendered_hash']}",
         f"- weights: target {settings['target']['weights']}, "
         + (", ".join(f"{name} {digest}" for name, digest in settings["drafters"].items()) or "no drafter"),
