@@ -53,6 +53,8 @@ class Corpus:
     Attributes:
         train, held_out: usable samples (with at least one legal anchor).
         unusable: number of samples without any legal anchor, which are left out.
+        longest: tokens of the longest usable sample.
+        most_documents: documents of the usable sample that packs most.
         frequent_ids: int64, supervised tokens of the training samples, first the most frequent.
         fingerprint: over sample ids and the target's fingerprint; equal for equal data in any order.
     """
@@ -62,13 +64,15 @@ class Corpus:
         self._stores = [FeatureStore.open(path) for path in config.stores]
         self.manifest = self._stores[0].manifest
         self._check_agreement()
-        self.unusable = 0
+        self.unusable = self.longest = self.most_documents = 0
         counts: dict[SampleRef, tuple[str, Tensor]] = {}
         for number, store in enumerate(self._stores):
             for index in range(len(store)):
                 sample = store.sample(index)
                 tokens = _tokens(sample).cut(config.max_length)
                 if bool(legal_anchors(tokens).any()):
+                    self.longest = max(self.longest, tokens.length)
+                    self.most_documents = max(self.most_documents, len(tokens.document_starts))
                     ref = SampleRef(number, index, sample.id)
                     counts[ref] = (sample.conversation, tokens.token_ids[tokens.loss_mask].to(torch.int32))
                 else:

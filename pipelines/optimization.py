@@ -140,6 +140,7 @@ class Engine:
     """A DeepSpeed engine reduced to what a step needs: backward, update, moments by parameter name."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, zero_stage: int) -> None:
+        prepare_deepspeed()
         import deepspeed
 
         self.zero_stage = zero_stage
@@ -167,9 +168,7 @@ class Engine:
         # ZeRO 2 reduces while it goes backward, in the order in which gradients appear: every rank needs all
         self._touch = zero_stage == 2 and not alone
         if alone and zero_stage == 0:
-            self._engine.enable_backward_allreduce = (
-                False  # nothing to average: saves two copies of all gradients
-            )
+            self._engine.enable_backward_allreduce = False  # nothing to average, so no copies
         self._allocate_moments(step=0)
 
     def backward(self, loss: Tensor) -> None:
@@ -187,7 +186,7 @@ class Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self.zero_stage < 2:
-            # a parameter that no slot of this rank has reached still takes part, in the reduction and in AdamW
+            # a parameter that no slot of this rank reached still takes part in the reduction and in AdamW
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

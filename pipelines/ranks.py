@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,24 +12,26 @@ from torch import Tensor
 
 from csbp.topology import Grid
 
+TIMEOUT = timedelta(minutes=10)  # for a peer that hangs; one that dies is noticed at once
 
-def join_ranks(context_ranks: int, timeout: timedelta = timedelta(minutes=10)) -> tuple[Grid, torch.device]:
-    """Place of this rank among those that a launcher started (torchrun, deepspeed), and its device.
+
+def join_ranks() -> torch.device:
+    """Join the ranks that a launcher started (torchrun, deepspeed); returns this rank's device.
 
     Without a launcher there is one rank, in a process group of its own because DeepSpeed needs one.
-
-    Raises:
-        TopologyError: `context_ranks` does not divide the number of ranks.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Grid.from_environment(context_ranks, timeout=timeout), device
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    return device
 
 
 def add_over_ranks(values: Mapping[str, float], grid: Grid, device: torch.device) -> dict[str, float]:

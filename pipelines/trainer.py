@@ -21,15 +21,15 @@ from torch import Tensor
 
 from csbp.layout import BlockLayout
 from csbp.plan import StepPlan, plan_step
-from csbp.topology import Grid
 from drafter.model import Drafter
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
 from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
 from pipelines.figures import Sums, training_figures
+from pipelines.grid import make_grid
 from pipelines.loader import Loader, MicroBatch, Prefetcher, Sharding
 from pipelines.logs import RunLog, peak_memory_bytes
-from pipelines.optimization import Engine, NonFiniteError, prepare_deepspeed
+from pipelines.optimization import Engine, NonFiniteError
 from pipelines.ranks import add_over_ranks, add_tensors_over_ranks, barrier, join_ranks
 from pipelines.run_folder import check_same_run, complete, open_folder, starting_point
 from pipelines.runfile import RunConfig
@@ -55,24 +55,30 @@ def run_train(config: RunConfig) -> TrainResult:
     finished = read_result(config.out)
     if finished is not None:
         return replace(finished, status="already finished")
-    prepare_deepspeed()
-    grid, device = join_ranks(config.parallel.context_ranks)
-    return Trainer(config, grid, device).run()
+    return Trainer(config).run()
 
 
 class Trainer:
-    """One rank of one run."""
+    """One rank of one run.
 
-    def __init__(self, config: RunConfig, grid: Grid, device: torch.device) -> None:
+    Args:
+        config: from `run_folder.complete`.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.grid = grid
-        self.device = device
-        self.lead = grid.rank == 0
+        self.device = device = join_ranks()
         self.corpus = Corpus(config.data)
         self.target = find_target(config.drafter, self.corpus)
         self.state, checkpoint = starting_point(config, self.corpus)
         self.drafter = self._make_drafter(checkpoint).to(device)
         check_servable(self.drafter, self.target)
+        autocast = config.precision == "bf16"
+        head = make_head(self.corpus, self.target, device, torch.bfloat16 if autocast else torch.float32)
+        self.grid = grid = make_grid(
+            config, self.corpus, self.drafter.config, head.head is head.embedding, device
+        )
+        self.lead = grid.rank == 0
         if self.lead:
             open_folder(config, self.corpus, self.drafter, grid, device)
         self.loader = Loader(
@@ -84,8 +90,6 @@ class Trainer:
             seed=config.seed,
         )
         self.total_steps = config.schedule.total_steps(len(self.corpus.train), config.batch.samples)
-        autocast = config.precision == "bf16"
-        head = make_head(self.corpus, self.target, device, torch.bfloat16 if autocast else torch.float32)
         self.module = DraftStep(self.drafter, head, config.objective, autocast=autocast, seed=config.seed)
         self.engine = Engine(self.module, config.optimizer, config.parallel.zero)
         if checkpoint is not None:

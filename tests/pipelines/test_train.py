@@ -16,7 +16,6 @@ from pipelines.exports import export_checkpoint
 from pipelines.figures import Sums, per_slot
 from pipelines.logs import read_metrics
 from pipelines.optimization import NonFiniteError
-from pipelines.ranks import join_ranks
 from pipelines.run_folder import complete
 from pipelines.runfile import RunFileError, load_run
 from pipelines.step import DraftStep
@@ -133,9 +132,7 @@ def test_any_checkpoint_exports_without_a_trainer(learned, tmp_path):
 def test_goes_on_from_an_exported_drafter_at_its_loss(learned, tmp_path):
     config, result = learned
     source = {"init_from": config.out / "export" / "last"}
-    trainer = Trainer(
-        complete(make_run(config.out.parent, out=tmp_path / "more", drafter=source)), *join_ranks(1)
-    )
+    trainer = Trainer(complete(make_run(config.out.parent, out=tmp_path / "more", drafter=source)))
     at_step_0 = validate(trainer.module, trainer.loader.held_out(None), trainer.grid)
     assert at_step_0["ce"] == pytest.approx(result.validation["ce"], rel=1e-4)
     assert at_step_0["acceptance_by_slot"] == result.validation["acceptance_by_slot"]
@@ -179,7 +176,7 @@ def test_zero_stages_give_the_same_run(tmp_path, stage):
 def test_non_finite_gradient_stops_the_run_and_saves_nothing(tmp_path, stage):
     make_store(tmp_path / "store", make_target(tmp_path / "target"))
     config = make_run(tmp_path, parallel={"zero": stage}, checkpoint={"every": 1})
-    trainer = Trainer(complete(config), *join_ranks(1))
+    trainer = Trainer(complete(config))
     read = trainer.corpus.rows
 
     def broken(refs, lengths, ranges):
@@ -257,7 +254,7 @@ def test_version_1_drafter_trains(tmp_path):
 
 
 def test_pooled_figures_are_not_means_of_means():
-    # four blocks with 3, 2, 1 and 0 accepted drafts in batches of different make-up: 6 / 4, however they are cut
+    # four blocks with 3, 2, 1 and 0 accepted drafts, in batches of different make-up: always 6 / 4
     for cut in (((3, 1), (2, 0)), ((3,), (2, 1, 0))):
         sums = Sums()
         for batch in cut:
@@ -268,15 +265,15 @@ def test_pooled_figures_are_not_means_of_means():
 
 
 def test_rank_without_blocks_gives_a_zero_gradient_to_every_parameter(tmp_path):
-    trainer = Trainer(complete(make_run(tmp_path)), *join_ranks(1))
+    trainer = Trainer(complete(make_run(tmp_path)))
     parameters = list(trainer.module.parameters())
     trainer.engine.backward(torch.zeros(()))
     assert all(p.grad is not None and not p.grad.any() for p in parameters)
 
 
 def test_block_sees_only_what_serving_will_have(tmp_path):
-    """Change one feature row: only blocks with their anchor behind it and within the window may move."""
-    trainer = Trainer(complete(make_run(tmp_path, drafter={"sliding_window": 6})), *join_ranks(1))
+    """Change one feature row: only blocks with an anchor behind it and within the window may move."""
+    trainer = Trainer(complete(make_run(tmp_path, drafter={"sliding_window": 6})))
     corpus, step = trainer.corpus, trainer.module
     tokens = corpus.tokens(corpus.train[0])
     anchors = torch.tensor([10, 13, 16, 30])  # 10, 13 and 16 overlap, block size 4
@@ -307,7 +304,7 @@ def test_step_memory_does_not_grow_with_unread_context(tmp_path):
     """A window bounds what a step reads, whatever the length of the samples."""
     make_store(tmp_path / "store", make_target(tmp_path / "target"), samples=6, length=400)
     config = make_run(tmp_path, anchors={"per_document": 2}, drafter={"sliding_window": 8})
-    batches = Trainer(complete(config), *join_ranks(1)).loader.train(0)
+    batches = Trainer(complete(config)).loader.train(0)
     batch = next(batches)
     batches.close()
     assert batch.tokens >= 800
@@ -323,7 +320,7 @@ def test_bf16_keeps_float32_parameters_and_learns(tmp_path):
 
 
 def test_objective_reaches_the_step(tmp_path):
-    trainer = Trainer(complete(make_run(tmp_path, objective={"weights": "dpace"})), *join_ranks(1))
+    trainer = Trainer(complete(make_run(tmp_path, objective={"weights": "dpace"})))
     assert isinstance(trainer.module, DraftStep)
     assert trainer.module.objective == ObjectiveConfig.model_validate({"weights": "dpace"})
     assert isinstance(trainer.module.head, FrozenHead)

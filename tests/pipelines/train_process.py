@@ -1,7 +1,7 @@
 """`run_train` in a process of its own: ``python -m tests.pipelines.train_process FOLDER SECTIONS_JSON``.
 
-Prints the result as JSON. With TRAIN_HOLD_SAVE set, every save after the first waits in the middle, with files
-written and the folder not yet renamed, and says so on stdout.
+Prints the result as JSON. With TRAIN_HOLD_SAVE set, every save after the first waits in the middle, with
+files written and the folder not yet renamed, and says so on stdout.
 """
 
 from __future__ import annotations
