@@ -28,15 +28,27 @@ lint: $(STAMP)
 test: lint
 	$(PY) -m pytest
 
-# Target -> prompts -> features -> drafter -> figures. Every line is a command that works by itself and
-# that does nothing when its result is already there.
-demo: $(STAMP)
-	$(PY) cli.py target $(DEMO)/target
-	$(PY) cli.py prompts $(DEMO)/prompts --seed 0
-	$(PY) cli.py capture --target $(DEMO)/target --data $(DEMO)/prompts/train.jsonl --out $(DEMO)/store $(DEMO_CAPTURE)
-	$(PY) cli.py train recipes/demo.yaml
-	$(PY) cli.py eval --target $(DEMO)/target --drafter $(DEMO)/run/export/best --data $(DEMO)/prompts/heldout.jsonl --out $(DEMO)/report $(DEMO_EVAL)
-	$(PY) cli.py summary $(DEMO)
+# Target -> prompts -> features -> drafter -> figures. Every stage is a command that works by itself and that
+# goes on where a kill stopped it; a stage whose figures are there is not called again.
+demo: $(DEMO)/eval.json
+	@$(PY) cli.py summary $(DEMO)
+
+$(DEMO)/target.json: | $(STAMP)
+	$(PY) cli.py target $(DEMO)/target --json $@
+
+$(DEMO)/prompts/train.jsonl: | $(STAMP)
+	$(PY) cli.py prompts $(DEMO)/prompts
+
+$(DEMO)/capture.json: $(DEMO)/target.json $(DEMO)/prompts/train.jsonl
+	$(PY) cli.py capture --target $(DEMO)/target --data $(DEMO)/prompts/train.jsonl --out $(DEMO)/store \
+		--regenerate --max-new-tokens 112 --json $@
+
+$(DEMO)/train.json: $(DEMO)/capture.json recipes/demo.yaml
+	$(PY) cli.py train recipes/demo.yaml --json $@
+
+$(DEMO)/eval.json: $(DEMO)/train.json
+	$(PY) cli.py eval --target $(DEMO)/target --drafter demo=$(DEMO)/run/export/best \
+		--data $(DEMO)/prompts/heldout.jsonl --limit 24 --max-new-tokens 96 --block 4 --out $(DEMO)/report --json $@
 
 clean-demo:
 	rm -rf $(DEMO)

