@@ -5,14 +5,14 @@ For disjoint sets of keys the running triple (numerator, max, total) of a softma
 the backward pass of a part needs only its own keys, the output gradient and the final (delta, log-sum-exp).
 So a rank may meet the context in any pieces and in any order (arXiv 2609.19242, Proposition 1).
 
-Shape legend: A blocks, B rows of a block, H query heads, G key/value heads, M = H / G query heads that share one
-key/value head, N = A·B·M packed query rows (block, slot, head of the group), T context rows, E head size.
+Shape legend: A blocks, B rows of a block, H query heads, G key/value heads, M = H / G query heads that share
+one key/value head, N = A·B·M packed query rows (block, slot, head of the group), T context rows, E head size.
 Everything accumulates in fp32, or in float64 when the queries are float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from drafter.attention import LayerMask
 
-# Bounds of one tile of scores. 2**19 fp32 scores are 2 MiB, about one core's second-level cache.
+# Bounds of one tile of scores: 2**19 fp32 scores are 2 MiB, about one core's second-level cache.
 TILE_SCORES = 2**19
 TILE_ROWS = 384
-# A matrix product over n packed rows costs about as much as n + 10 ideal rows, and starting one about as much
-# as 10,000 scores (measured with fp32 and E = 64 on one AVX-512 core): what grouping blocks with slightly
-# different ranges saves, against the masked scores that it wastes.
+# What a tile costs beyond its n x s scores, in scores: n rows cost like THIN_ROWS more, s keys like THIN_KEYS
+# more (rescaling the sums), and every tile START_SCORES (measured in fp32 with E = 64 on one AVX-512 core).
 THIN_ROWS = 10
-START_SCORES = 10_000
+THIN_KEYS = 64
+START_SCORES = 20_000
 
 
 class Tile(NamedTuple):
@@ -59,35 +59,64 @@ class KeyRanges:
     _tiles: dict[int, list[Tile]] = field(default_factory=dict, repr=False, compare=False)
 
     def tiles(self, rows: int) -> list[Tile]:
-        """Group neighbouring blocks of `rows` packed rows each: thick matrix products, few wasted scores.
+        """Rectangles that cover what is visible, thick enough for matrix products and nearly free of waste.
 
-        Computed once: the layers of a step share their ranges.
+        Computed once for blocks of `rows` packed rows: the layers of a step share their ranges.
         """
         if rows not in self._tiles:
-            spans = zip(
-                self.lo_AB[:, 0].tolist(), self.lo_AB[:, -1].tolist(), self.hi_A.tolist(), strict=True
-            )
-            self._tiles[rows] = _group(spans, rows)
+            lo, last_lo, hi = self.lo_AB[:, 0].tolist(), self.lo_AB[:, -1].tolist(), self.hi_A.tolist()
+            cells = _merge(_cells(lo, hi), rows)
+            self._tiles[rows] = [tile for cell in cells for tile in _split(cell, rows, lo, last_lo, hi)]
         return self._tiles[rows]
 
 
-def _group(spans: Iterable[tuple[int, int, int]], rows: int) -> list[Tile]:
-    """Join each block to the tile before it when that is cheaper; spans are (lo, lo of the last slot, hi)."""
-    tiles: list[Tile] = []
-    cost = 0
-    for a, (lo, last_lo, hi) in enumerate(spans):
-        if lo >= hi:
-            continue
-        alone = (rows + THIN_ROWS) * (hi - lo) + START_SCORES
-        if tiles and tiles[-1].last == a and (a + 1 - tiles[-1].first) * rows <= TILE_ROWS:
-            t = tiles[-1]
-            joined = ((a + 1 - t.first) * rows + THIN_ROWS) * (hi - t.lo) + START_SCORES
-            if joined <= cost + alone:
-                tiles[-1] = Tile(t.first, a + 1, t.lo, hi, max(t.all_lo, last_lo), t.all_hi)
-                cost = joined
+class _Cell(NamedTuple):
+    """Keys [lo, hi) and blocks [first, last) that see at least some of them; `seen` counts visible pairs."""
+
+    lo: int
+    hi: int
+    first: int
+    last: int
+    seen: int
+
+
+def _cells(lo: list[int], hi: list[int]) -> list[_Cell]:
+    """Cut the keys where a range begins or ends; between cuts the same neighbouring blocks see every key."""
+    edges = sorted({*lo, *hi})
+    cells = []
+    for k0, k1 in pairwise(edges):
+        first, last = bisect_right(hi, k0), bisect_right(lo, k0)
+        if first < last:
+            cells.append(_Cell(k0, k1, first, last, (last - first) * (k1 - k0)))
+    return cells
+
+
+def _merge(cells: list[_Cell], rows: int) -> list[_Cell]:
+    """Join neighbours while a joint cell wastes fewer scores than a tile costs beside its scores."""
+    merged: list[_Cell] = []
+    for cell in cells:
+        if merged:
+            before = merged[-1]
+            joint = _Cell(before.lo, cell.hi, before.first, cell.last, before.seen + cell.seen)
+            n = rows * (joint.last - joint.first)
+            chunks = -(-n // TILE_ROWS)
+            waste = n * (joint.hi - joint.lo) - rows * joint.seen
+            if waste <= THIN_KEYS * (n + THIN_ROWS * chunks) + START_SCORES * chunks:
+                merged[-1] = joint
                 continue
-        tiles.append(Tile(a, a + 1, lo, hi, last_lo, hi))
-        cost = alone
+        merged.append(cell)
+    return merged
+
+
+def _split(cell: _Cell, rows: int, lo: list[int], last_lo: list[int], hi: list[int]) -> list[Tile]:
+    """Cut a cell's blocks into tiles of about TILE_ROWS rows, each with only the keys that its blocks see."""
+    count = min(cell.last - cell.first, -(-(cell.last - cell.first) * rows // TILE_ROWS))
+    edges = [cell.first + (cell.last - cell.first) * i // count for i in range(count + 1)]
+    tiles = []
+    for first, last in pairwise(edges):
+        k0, k1 = max(cell.lo, lo[first]), min(cell.hi, hi[last - 1])
+        if k0 < k1:
+            tiles.append(Tile(first, last, k0, k1, last_lo[last - 1], hi[first]))
     return tiles
 
 

@@ -1,7 +1,7 @@
 """The claim of csbp, checked: every way to share a step gives the loss and the gradients of one rank.
 
-Scenarios times masks times plans, each a whole step of a drafter in real processes, compared with one rank that
-holds everything and attends under an explicit mask in float64.
+Scenarios times masks times plans, each a whole step of a drafter in real processes, compared with one rank
+that holds everything and attends under an explicit mask in float64.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class Result:
 
 
 def check_rank(
-    factory: StepFactory, dtype: torch.dtype, context_ranks: Sequence[int], only: str
+    factory: StepFactory, dtype: torch.dtype, context_ranks: Sequence[int], only: Sequence[str]
 ) -> list[Result]:
-    """Run every case whose name contains `only` on this rank of an existing world; rank 0's results count."""
+    """Run every case whose name contains one of `only`, on this rank of an existing world."""
     results = []
     for ranks in context_ranks:
         grid = Grid.from_environment(ranks)
@@ -132,7 +132,9 @@ def check_rank(
             for kind, masks in MASKS.items():
                 plans = PLANS if ranks > 1 else {"auto": {}}
                 cases = {f"{scenario} | {kind} | {plan}": options for plan, options in plans.items()}
-                cases = {name: options for name, options in cases.items() if only in name}
+                cases = {
+                    name: options for name, options in cases.items() if any(text in name for text in only)
+                }
                 if cases:
                     results += _check(factory, layout, masks, dtype, grid, cases)
     return results
@@ -146,7 +148,7 @@ def _check(
     grid: Grid,
     plans: dict[str, dict[str, Any]],
 ) -> Iterator[Result]:
-    """Each replica has its own features and labels for the same blocks; the reference adds the replicas up."""
+    """Replicas have their own features and labels for the same blocks; the reference adds them up."""
     references = [factory(layout, masks, torch.float64, seed) for seed in range(grid.replicas)]
     slots = sum(reference.slots for reference in references)
     loss = sum(reference.reference_sum() for reference in references) / slots

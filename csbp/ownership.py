@@ -23,8 +23,8 @@ from drafter.attention import LayerMask
 class StepCost:
     """What the parts of a step cost, in floating-point operations forward and backward.
 
-    Only ratios matter to ownership. The defaults are those of a two-layer drafter for a 0.1-B target (D = 576,
-    V = 49,152, block 8) in fp32; `from_shape` computes them for any drafter.
+    Only ratios matter to ownership. The defaults are those of a two-layer drafter for a 0.1-B target (D =
+    576, V = 49,152, block 8) in fp32; `from_shape` computes them for any drafter.
 
     Attributes:
         block: projections, MLP and vocabulary loss of one block.
@@ -143,20 +143,23 @@ def contiguous(
     cost: StepCost,
     reread: Collection[LayerMask] = (),
 ) -> Ownership:
-    """Cut the ascending anchors into runs of equal total cost, and the visible rows at the same places.
+    """Cut the ascending anchors into runs of equal total cost, and the visible rows at each run's first
+    anchor.
 
-    A run's cost counts its blocks, the rows between it and the run before, and for the masks of `reread` the
-    rows before its first anchor that its rank fuses and projects once more.
+    A run's cost counts its blocks, the rows from its first anchor to the next run's, and for the masks of
+    `reread` the rows before its first anchor that its rank fuses and projects once more.
     """
     rows = visible_rows(layout, masks)
     per_row = cost.row + cost.projection * len(masks)
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), rows.rank_of(layout.anchors)])
+    at = rows.rank_of(layout.anchors)
+    before = torch.cat([at, torch.tensor([len(rows)])])
+    before[0] = 0
     totals = torch.zeros(before.numel(), dtype=torch.float64)
     torch.cumsum(block_costs(layout, masks, cost), 0, out=totals[1:])
     totals += per_row * before
-    again = torch.zeros_like(layout.anchors)
+    again = torch.zeros_like(at)
     for mask in reread:
-        again = torch.maximum(again, before[:-1] - rows.rank_of(first_visible(layout, mask)[:, 0]))
+        again = torch.maximum(again, at - rows.rank_of(first_visible(layout, mask)[:, 0]))
     runs = _cut(totals.tolist(), (per_row * again).tolist(), ranks)
     edges = [0, *(int(before[last]) for _, last in runs[:-1]), len(rows)]
     return Ownership(

@@ -116,8 +116,9 @@ class Wire:
 
     def _broken(self, error: RuntimeError) -> WireError:
         return WireError(
-            f"expected every context rank of replica {self.grid.replica} to take part within {self.grid.timeout}, "
-            f"but rank {self.grid.rank} lost a peer: {error}. Look at the log of the rank that ended first"
+            f"expected every context rank of replica {self.grid.replica} to take part within "
+            f"{self.grid.timeout}, but rank {self.grid.rank} lost a peer: {error}. "
+            "Look at the log of the rank that ended first"
         )
 
 

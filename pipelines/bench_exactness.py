@@ -46,7 +46,7 @@ class ExactnessOptions(BaseModel):
 
     ranks: int = Field(2, ge=1, description="Processes; every divisor of it is tried as context ranks.")
     dtype: Literal["float64", "float32"] = Field("float64", description="Precision of the sharded steps.")
-    only: str = Field("", description="Run the cases whose name contains this text.")
+    only: tuple[str, ...] = Field(("",), description="Run the cases whose name contains one of these texts.")
     timeout: float = Field(600.0, gt=0, description="Seconds before the ranks are ended.")
 
 
@@ -72,7 +72,7 @@ class TinyStep:
         weights = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in self.drafter.named_parameters():
-                noise = 0.2 * torch.randn(parameter.shape, generator=weights)
+                noise = 0.1 * torch.randn(parameter.shape, generator=weights)
                 parameter.copy_(noise + 1.0 if "norm" in name else noise)
         self.drafter.to(dtype)
         self.parameters: dict[str, Tensor] = dict(self.drafter.named_parameters())
@@ -92,7 +92,7 @@ class TinyStep:
         )
         labels, supervised = self.labels[own], self.supervised[own]
         return block_loss(
-            self.drafter, hidden, labels, supervised, anchors, self.head, ObjectiveConfig(), 0
+            self.drafter, hidden, labels, supervised, anchors, self.head, ObjectiveConfig.model_validate({}), 0
         ).loss
 
     def reference_sum(self) -> Tensor:
@@ -156,6 +156,6 @@ def render(result: dict[str, Any]) -> None:
     console.print(table)
     verdict = "exact" if result["passed"] else "NOT exact"
     console.print(
-        f"{verdict}: {result['max_rel_err']:.1e} over {len(result['cases'])} cases on {result['ranks']} ranks, "
-        f"tolerance {result['tolerance']:.0e} in {result['dtype']}"
+        f"{verdict}: {result['max_rel_err']:.1e} over {len(result['cases'])} cases on {result['ranks']} "
+        f"ranks, tolerance {result['tolerance']:.0e} in {result['dtype']}"
     )
