@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from csbp.cost import DrafterShape, Workload, gradient_reduction_bytes, pair_flops, step_flops
 from csbp.device import DeviceConstants
@@ -251,19 +251,30 @@ def _refusal(question: Question, found: list[Candidate]) -> str:
 def _remedies(question: Question, best: Candidate) -> list[str]:
     """The smallest change of each kind that fits."""
     found = [f"{best.peak_bytes / (1 - question.headroom) / GIB:.1f} GiB of memory a rank"]
-    for stage in (1, 2):
-        settings = dataclasses.replace(question.settings, zero_stage=stage)
-        if stage > question.settings.zero_stage and _fits(dataclasses.replace(question, settings=settings)):
-            found.append(f"ZeRO stage {stage}")
-            break
-    world = question.world * 2
-    while world <= _LARGEST_WORLD and not _fits(dataclasses.replace(question, world=world)):
-        world *= 2
-    if world <= _LARGEST_WORLD:
-        found.append(f"{world} ranks")
+    found += _other_scale(question)
     blocks = _most_anchors(question)
     if blocks:
         found.append(f"{blocks} anchors a sequence instead of {question.work.anchors}")
+    return found
+
+
+def _other_scale(question: Question) -> list[str]:
+    """The lowest ZeRO stage that fits on these ranks, and the fewest more ranks at the lowest stage."""
+    given = question.settings.zero_stage
+    found: list[str] = []
+    stages: list[Literal[0, 1, 2]] = [stage for stage in (0, 1, 2) if stage >= given]
+    world = question.world
+    while world <= max(question.world, _LARGEST_WORLD):
+        for stage in stages:
+            settings = dataclasses.replace(question.settings, zero_stage=stage)
+            if not _fits(dataclasses.replace(question, world=world, settings=settings)):
+                continue
+            words = f" and ZeRO stage {stage}" if stage > given else ""
+            if world > question.world:
+                return [*found, f"{world} ranks{words}"]
+            found.append(words.removeprefix(" and "))
+            break
+        world *= 2
     return found
 
 

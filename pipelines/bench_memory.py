@@ -7,6 +7,7 @@ real processes as it has context ranks, with `csbp.memory.PeakTracker` around it
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ class BenchMemoryOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ranks: int | None = Field(None, ge=1, description="Only cases with this many context ranks.")
+    ranks: Literal[1, 2, 3] | None = Field(None, description="Only cases with this many context ranks.")
 
 
 @dataclass(frozen=True)
@@ -112,30 +113,38 @@ class BenchMemoryResult:
 
 
 def run_bench_memory(options: BenchMemoryOptions) -> BenchMemoryResult:
-    """Measure the cases and compare them with the planner."""
-    chosen = [case for case in CASES if options.ranks in (None, case.ranks)]
-    return BenchMemoryResult(tuple(compare(case) for case in chosen))
+    """Measure the cases and compare them with the planner; cases with equally many ranks share processes."""
+    rows = []
+    for ranks in sorted({case.ranks for case in CASES} if options.ranks is None else {options.ranks}):
+        cases = [case for case in CASES if case.ranks == ranks]
+        peaks = [_measure_all(cases)] if ranks == 1 else run_ranks(_measure_all, ranks, cases)
+        for case, measured in zip(cases, zip(*peaks, strict=True), strict=True):
+            transports, estimated = _estimate(case)
+            rows.append(MemoryRow(case, transports, max(measured), estimated))
+    return BenchMemoryResult(tuple(rows))
 
 
-def compare(case: MemoryCase) -> MemoryRow:
-    """One case: the largest rank's measured peak and its estimate."""
-    config = _config(case)
-    shape = drafter_shape(config)
-    narrow = case.precision == "bf16"
+def _estimate(case: MemoryCase) -> tuple[tuple[str, ...], float]:
+    """Transports, and the planner's peak bytes of the most loaded rank."""
+    shape = drafter_shape(_config(case))
+    element = 2 if case.precision == "bf16" else 4
     settings = StepSettings(
-        compute_bytes=2 if narrow else 4,
-        feature_bytes=2 if narrow else 4,
-        tensor_cores=False,
+        compute_bytes=element, feature_bytes=element, tensor_cores=False, retain=case.retain
+    )
+    share = replica_share(
+        shape,
+        Workload(case.context, case.anchors),
+        case.ranks,
+        step_cost(shape, PRESETS["cpu"], element),
+        wire_bytes=element,
         retain=case.retain,
     )
-    work = Workload(case.context, case.anchors)
-    cost = step_cost(shape, PRESETS["cpu"], settings.compute_bytes)
-    share = replica_share(
-        shape, work, case.ranks, cost, wire_bytes=settings.compute_bytes, retain=case.retain
-    )
-    estimates = [sum(peak_parts(shape, rank, settings, case.ranks).values()) for rank in share.ranks]
-    measured = [_measure(case)] if case.ranks == 1 else run_ranks(_measure, case.ranks, case)
-    return MemoryRow(case, share.transports, max(measured), max(estimates))
+    peaks = [sum(peak_parts(shape, rank, settings, case.ranks).values()) for rank in share.ranks]
+    return share.transports, max(peaks)
+
+
+def _measure_all(cases: Sequence[MemoryCase]) -> list[int]:
+    return [_measure(case) for case in cases]
 
 
 def _config(case: MemoryCase) -> DrafterConfig:

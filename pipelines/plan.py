@@ -283,7 +283,9 @@ def _memory_table(plan: Plan) -> Table:
     for candidate in plan.candidates:
         table.add_column(f"P = {candidate.context_ranks}", justify="right")
     for part in dict.fromkeys(part for candidate in plan.candidates for part in candidate.peak):
-        table.add_row(part, *(f"{candidate.peak.get(part, 0.0) / GIB:.2f}" for candidate in plan.candidates))
+        sizes = [candidate.peak.get(part, 0.0) / GIB for candidate in plan.candidates]
+        if any(sizes):
+            table.add_row(part, *(f"{size:.2f}" for size in sizes))
     table.add_row("peak", *(f"{c.peak_bytes / GIB:.2f}" for c in plan.candidates), style="bold")
     return table
 
