@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -48,10 +49,12 @@ def with_flags(
         if p.name != "options"
     ]
     by_place = set(arguments)
+    tables = [name for name, field in model.model_fields.items() if get_origin(field.annotation) is dict]
 
     def callback(**given: Any) -> None:
         extra = {p.name: given.pop(p.name) for p in rest}
         values = {name: value for name, value in given.items() if value is not None and value != []}
+        values |= {name: _pairs(name, values[name]) for name in tables if name in values}
         try:
             options = model.model_validate(values)
         except ValidationError as error:
@@ -106,10 +109,22 @@ def _flag_type(annotation: Any) -> tuple[Any, bool]:
     if get_origin(annotation) is Annotated:
         return _flag_type(get_args(annotation)[0])
     if get_origin(annotation) in (list, tuple):
-        return _flag_type(get_args(annotation)[0])[0], True
+        item = get_args(annotation)[0]
+        return (item if item in PLAIN else str), True
+    if get_origin(annotation) is dict:
+        return str, True
     if get_origin(annotation) is Literal:
         return (annotation if all(isinstance(v, str) for v in get_args(annotation)) else str), False
     return (annotation if annotation in PLAIN else str), False
+
+
+def _pairs(name: str, texts: list[str]) -> dict[str, Any]:
+    """`["a=1", "b=false"]` as a table; values are read as YAML."""
+    split = [text.partition("=") for text in texts]
+    wrong = [text for text, (_, mark, _) in zip(texts, split, strict=True) if not mark]
+    if wrong:
+        raise UsageError(f"--{name.replace('_', '-')}: expected KEY=VALUE, found {wrong[0]!r}")
+    return {key: yaml.safe_load(value) for key, _, value in split}
 
 
 def _problem(item: Any, by_place: set[str]) -> str:

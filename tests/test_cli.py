@@ -37,6 +37,7 @@ class Options(BaseModel):
     ranks: int | Literal["auto"] = Field(default=1, description="Mixed: stays text until validated.")
     fast: bool = Field(default=True, description="A switch.")
     limit: float | None = Field(default=None, description="Optional.")
+    extras: dict[str, bool] = Field(default={}, description="KEY=VALUE, repeated.")
 
 
 def call(*arguments):
@@ -53,9 +54,11 @@ def call(*arguments):
 
 def test_flags_carry_names_types_and_defaults_of_the_model():
     (options, note), _ = call(
-        "here", "--names", "x", "--names", "y", "--ranks", "auto", "--no-fast", "--note", "hi"
-    )
-    assert options == Options(place=Path("here"), names=["x", "y"], ranks="auto", fast=False)
+        "here", "--names", "x", "--names", "y", "--ranks", "auto", "--no-fast", "--note", "hi",
+        "--extras", "thinking=false", "--extras", "tools=true",
+    )  # fmt: skip
+    table = {"thinking": False, "tools": True}
+    assert options == Options(place=Path("here"), names=["x", "y"], ranks="auto", fast=False, extras=table)
     assert note == "hi"
 
 
@@ -70,6 +73,11 @@ def test_a_value_outside_its_range_names_its_flag():
     assert isinstance(result.exception, UsageError)
     assert "--count" in str(result.exception)
     assert "found 0" in str(result.exception)
+
+
+def test_a_table_needs_pairs():
+    _, result = call("here", "--extras", "thinking")
+    assert "expected KEY=VALUE, found 'thinking'" in str(result.exception)
 
 
 def test_help_shows_the_descriptions_of_the_model():
