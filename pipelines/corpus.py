@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from pipelines.anchors import Tokens, legal_anchors
+from pipelines.logs import watched
 from pipelines.store import FeatureStore, Sample
 
 
@@ -55,7 +56,7 @@ class Corpus:
         unusable: number of samples without any legal anchor, which are left out.
         longest: tokens of the longest usable sample.
         most_documents: documents of the usable sample that packs most.
-        frequent_ids: int64, supervised tokens of the training samples, first the most frequent.
+        frequent_ids: int64, supervised tokens, first the most frequent.
         fingerprint: over sample ids and the target's fingerprint; equal for equal data in any order.
     """
 
@@ -65,25 +66,25 @@ class Corpus:
         self.manifest = self._stores[0].manifest
         self._check_agreement()
         self.unusable = self.longest = self.most_documents = 0
-        counts: dict[SampleRef, tuple[str, Tensor]] = {}
+        conversations: dict[SampleRef, str] = {}
+        counts = torch.zeros(0, dtype=torch.int64)
         for number, store in enumerate(self._stores):
-            for index in range(len(store)):
+            for index in watched(len(store), f"samples of {store.path.name}"):
                 sample = store.sample(index)
                 tokens = _tokens(sample).cut(config.max_length)
                 if bool(legal_anchors(tokens).any()):
                     self.longest = max(self.longest, tokens.length)
                     self.most_documents = max(self.most_documents, len(tokens.document_starts))
-                    ref = SampleRef(number, index, sample.id)
-                    counts[ref] = (sample.conversation, tokens.token_ids[tokens.loss_mask].to(torch.int32))
+                    conversations[SampleRef(number, index, sample.id)] = sample.conversation
+                    counts = _add_counts(counts, tokens.token_ids[tokens.loss_mask])
                 else:
                     self.unusable += 1
-        self._check_supervision(len(counts))
-        conversations = {ref: conversation for ref, (conversation, _) in counts.items()}
+        self._check_supervision(len(conversations))
         self.train, self.held_out = split(conversations, config.validation_fraction)
-        self._check_training_part(len(counts))
-        self.frequent_ids = _by_frequency([counts[ref][1] for ref in self.train])
+        self._check_training_part(len(conversations))
+        self.frequent_ids = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
         digest = hashlib.blake2b(self.manifest.target_fingerprint.encode(), digest_size=16)
-        for sample_id in sorted(ref.sample_id for ref in counts):
+        for sample_id in sorted(ref.sample_id for ref in conversations):
             digest.update(b"\0" + sample_id.encode())
         self.fingerprint = digest.hexdigest()
 
@@ -174,6 +175,8 @@ def _tokens(sample: Sample) -> Tokens:
     return Tokens(sample.id, sample.token_ids, sample.loss_mask, sample.document_starts)
 
 
-def _by_frequency(parts: Sequence[Tensor]) -> Tensor:
-    ids, counts = torch.cat(list(parts)).to(torch.int64).unique(return_counts=True)
-    return ids[counts.argsort(descending=True, stable=True)]
+def _add_counts(counts: Tensor, ids: Tensor) -> Tensor:
+    """Add how often each id occurs to `counts`, which grows to the largest id."""
+    found = ids.bincount(minlength=len(counts))
+    found[: len(counts)] += counts
+    return found

@@ -66,10 +66,12 @@ class DrafterSource(BaseModel):
     mask_token_id: int | None = Field(
         default=None, ge=0, description="Id of the mask token; default: chosen from the target's unused ids."
     )
-    conv_kernel_size: int = Field(default=2, ge=1)
-    conv_group_size: int = Field(default=16, ge=1)
-    selector_rank: int = Field(default=256, ge=1)
-    selector_top_k: int = Field(default=16, ge=1)
+    conv_kernel_size: int = Field(default=2, ge=1, description="Rows that a convolution mixes (released: 2).")
+    conv_group_size: int = Field(
+        default=16, ge=1, description="Channels that share a dynamic coefficient (released: 16)."
+    )
+    selector_rank: int = Field(default=256, ge=1, description="Width of the codebooks (released: 256).")
+    selector_top_k: int = Field(default=16, ge=1, description="Candidates of a slot (released: 16).")
     selector_parametrisation: Literal["free", "low_rank"] = Field(
         default="low_rank",
         description="low_rank trains two projections of the target's embedding, free two tables of a row per "

@@ -7,16 +7,18 @@ has one line whatever happened in between.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 
 from pipelines.files import write_text_atomically
 
@@ -105,6 +107,23 @@ class RunLog:
         """A line for the person who watches."""
         if self._active:
             self._console.print(text, highlight=False, markup=False)
+
+
+def watched(count: int, text: str) -> Iterator[int]:
+    """0 … count - 1 with a progress bar and ETA on rank 0; without a terminal a line every `QUIET_SECONDS`."""
+    console = Console(stderr=True)
+    if os.environ.get("RANK", "0") != "0":
+        yield from range(count)
+    elif console.is_terminal:
+        yield from track(range(count), description=text, console=console, transient=True)
+    else:
+        began = said = time.monotonic()
+        for i in range(count):
+            if time.monotonic() - said > QUIET_SECONDS:
+                said = time.monotonic()
+                left = (said - began) / i * (count - i)
+                console.print(f"{text}: {i} of {count}, {left:.0f} s left", highlight=False, markup=False)
+            yield i
 
 
 def drop_lines_after(path: Path, step: int) -> None:

@@ -32,7 +32,7 @@ class OptimizerConfig(BaseModel):
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95), description="Decay of the first and second moment."
     )
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(
         default=0.01, ge=0, description="Applied to matrices only, never to gains or kernels."
     )
@@ -44,7 +44,9 @@ class ScheduleConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["cosine", "constant"] = "cosine"
+    kind: Literal["cosine", "constant"] = Field(
+        default="cosine", description="Shape of the learning rate after its warm-up."
+    )
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
     epochs: float | None = Field(default=None, gt=0, description="Passes over the training samples.")
     minutes: float | None = Field(

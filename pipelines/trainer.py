@@ -100,6 +100,7 @@ class Trainer:
         self._slots = 0.0  # supervised slots of this call's steps, all ranks
         self._sums = Sums()  # since the last line of the log, this rank
         self._line_began = time.monotonic()
+        self._logged_wait = 0.0
         self._train: dict[str, float] = {}
         self._validation: dict[str, Any] = {}
         self._validated_step = -1
@@ -233,10 +234,11 @@ class Trainer:
             "epoch": self.state.samples / len(self.corpus.train),
             "slots_per_second": slots / seconds,
             "blocks_per_second": blocks / seconds,
-            "data_wait_seconds": self._seconds["data"],
+            "data_wait_seconds": self._seconds["data"] - self._logged_wait,
             "memory_bytes": float(peak_memory_bytes(self.device)),
         }
         log.write("train", self.state.step, self._train)
+        self._logged_wait = self._seconds["data"]
         self._line_began = time.monotonic()
 
     def _validate(self, log: RunLog) -> None:

@@ -179,7 +179,7 @@ def test_fingerprint_depends_on_samples_not_on_the_order_of_stores(folder, tmp_p
 def test_frequent_tokens_come_first(folder):
     data = corpus(folder)
     store = FeatureStore.open(folder / "store")
-    samples = [store.sample(ref.index) for ref in data.train]
+    samples = [store.sample(index) for index in range(len(store))]
     counts = torch.cat([s.token_ids[s.loss_mask] for s in samples]).bincount()
     assert (counts[data.frequent_ids].diff() <= 0).all()
 

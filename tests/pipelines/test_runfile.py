@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from pydantic import BaseModel
 
 from pipelines.runfile import (
     RunConfig,
@@ -149,3 +152,24 @@ def test_differences_name_what_changes_the_result_and_nothing_else():
         {**base, "seed": 3, "batch": {"samples": 4, "micro": 1}, "parallel": {"zero": 1}, "out": "b"}
     )
     assert differences(one, other) == ["seed: 0 -> 3"]
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_recipes_are_valid_and_divide_over_eight_ranks(recipe):
+    config = load_run(recipe)
+    replicas = 8 if config.batch.samples % (8 * config.batch.micro) == 0 else 1
+    assert config.batch.accumulation(replicas) >= 1
+
+
+def test_every_key_is_described():
+    def undescribed(model, prefix=""):
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from undescribed(kind, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undescribed(RunConfig)) == []
