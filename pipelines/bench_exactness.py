@@ -92,7 +92,14 @@ class TinyStep:
         )
         labels, supervised = self.labels[own], self.supervised[own]
         return block_loss(
-            self.drafter, hidden, labels, supervised, anchors, self.head, ObjectiveConfig.model_validate({}), 0
+            self.drafter,
+            hidden,
+            labels,
+            supervised,
+            anchors,
+            self.head,
+            ObjectiveConfig.model_validate({}),
+            0,
         ).loss
 
     def reference_sum(self) -> Tensor:
