@@ -29,6 +29,7 @@ from csbp.plan import StepPlan
 from pipelines.anchors import Blocks, Tokens, build_blocks, draw_anchors
 from pipelines.corpus import Corpus, DataError, SampleRef, stable_hash
 
+_MOVED = ("features", "anchor_ids", "labels", "supervised", "block_positions")
 VALIDATION_EPOCH = "validation"  # names the random draw of held-out anchors: the same at every validation
 
 
@@ -69,7 +70,7 @@ class MicroBatch:
         step_slots: supervised slots of this replica in the whole optimizer step, over all its context ranks.
         plan: this rank's share of the layout.
         features: [T, F], stored dtype, rows of `plan.rows`.
-        row_positions: int64 [T].
+        row_positions: int64 [T], where the plan lives.
         anchor_ids: int64 [A]; labels: int64 [A, K]; supervised: bool [A, K]; block_positions: int64 [A, B].
         documents, coverage_sum, tokens: of the replica's whole micro-batch.
     """
@@ -92,13 +93,16 @@ class MicroBatch:
     def feature_bytes(self) -> int:
         return self.features.numel() * self.features.element_size()
 
+    def pin(self) -> MicroBatch:
+        """Copy to page-locked memory, from where a GPU fetches while it computes."""
+        for name in _MOVED:
+            setattr(self, name, getattr(self, name).pin_memory())
+        return self
+
     def to(self, device: torch.device) -> MicroBatch:
-        """Move the tensors; the plan places its own."""
-        if device.type != "cpu":
-            for name in (
-                "features", "row_positions", "anchor_ids", "labels", "supervised", "block_positions",
-            ):  # fmt: skip
-                setattr(self, name, getattr(self, name).pin_memory().to(device, non_blocking=True))
+        """Move the tensors; the plan has placed its own."""
+        for name in _MOVED:
+            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
         return self
 
 
@@ -132,6 +136,7 @@ class Loader:
         per_document: int,
         block_size: int,
         seed: int,
+        pin: bool = False,
     ) -> None:
         self._corpus = corpus
         self._batch = batch
@@ -139,6 +144,7 @@ class Loader:
         self._per_document = per_document
         self._block_size = block_size
         self._seed = seed
+        self._pin = pin
         self._order: dict[int, list[SampleRef]] = {}
         self.accumulation = batch.accumulation(sharding.replicas)
 
@@ -201,7 +207,7 @@ class Loader:
         plan = self._sharding.plan(blocks.layout)
         own = plan.own
         lengths = [sample.length for sample in drawn.tokens]
-        return MicroBatch(
+        batch = MicroBatch(
             step=step,
             number=number,
             step_slots=step_slots,
@@ -216,6 +222,7 @@ class Loader:
             coverage_sum=blocks.coverage_sum,
             tokens=blocks.layout.length,
         )
+        return batch.pin() if self._pin else batch
 
 
 class Prefetcher(Iterator[MicroBatch]):

@@ -110,7 +110,7 @@ class RunLog:
 
 
 def watched(count: int, text: str) -> Iterator[int]:
-    """0 … count - 1 with a progress bar and ETA on rank 0; without a terminal a line every `QUIET_SECONDS`."""
+    """0 … count - 1 with a progress bar on rank 0; without a terminal, a line every `QUIET_SECONDS`."""
     console = Console(stderr=True)
     if os.environ.get("RANK", "0") != "0":
         yield from range(count)

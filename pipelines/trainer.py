@@ -88,6 +88,7 @@ class Trainer:
             per_document=config.anchors.per_document,
             block_size=self.drafter.config.block_size,
             seed=config.seed,
+            pin=device.type == "cuda",
         )
         self.total_steps = config.schedule.total_steps(len(self.corpus.train), config.batch.samples)
         self.module = DraftStep(self.drafter, head, config.objective, autocast=autocast, seed=config.seed)

@@ -173,3 +173,14 @@ def test_every_key_is_described():
                 yield prefix + name
 
     assert list(undescribed(RunConfig)) == []
+
+
+def test_every_key_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    keys = [
+        key
+        for section, field in RunConfig.model_fields.items()
+        for key in (getattr(field.annotation, "model_fields", None) or [section])
+        if section != "objective"
+    ]
+    assert [key for key in keys if key not in text] == []

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from csbp.memory import PeakTracker
 from drafter.checkpoint import ExportError, load_drafter
 from drafter.frozen import FrozenHead, embed_blocks
 from drafter.objective import ObjectiveConfig
@@ -309,6 +310,42 @@ def test_step_memory_does_not_grow_with_unread_context(tmp_path):
     batches.close()
     assert batch.tokens >= 800
     assert batch.features.shape[0] <= 4 * 7  # 2 samples, 2 anchors each, 7 rows of history
+
+
+def test_peak_memory_of_a_windowed_step_does_not_grow_with_the_sequence(tmp_path):
+    peaks = []
+    for length in (400, 3200):
+        folder = tmp_path / str(length)
+        make_store(
+            folder / "store", make_target(folder / "target", max_position_embeddings=4096), 6, length=length
+        )
+        config = make_run(folder, anchors={"per_document": 12}, drafter={"sliding_window": 8})
+        trainer = Trainer(complete(config))
+        batches = trainer.loader.train(0)
+        with PeakTracker() as peak:
+            sums = trainer.module(next(batches))
+            trainer.engine.backward(sums.loss)
+        batches.close()
+        peaks.append(peak.peak_bytes)
+    # 8 times the tokens; the windows of the short samples overlap a little more
+    assert peaks[1] < 1.15 * peaks[0]
+
+
+def test_best_is_the_drafter_with_the_most_accepted_drafts_not_the_last(tmp_path, monkeypatch):
+    config = make_run(tmp_path, validation={"every": 2}, schedule={"steps": 6})
+    accepted = iter([0.5, 1.5, 1.0])
+    figures = {"ce": 0.0, "blocks": 1.0}
+    monkeypatch.setattr(
+        "pipelines.trainer.validate",
+        lambda *_: (
+            (value := next(accepted)) and {**figures, "accepted": value, "acceptance_length": 1 + value}
+        ),
+    )
+    result = run_train(config)
+    assert (result.best_step, result.best_accepted) == (4, 1.5)
+    assert (config.out / "export" / "best").readlink().name == "step-00000004"
+    assert (config.out / "export" / "last").readlink().name == "step-00000006"
+    assert len(list((config.out / "export").glob("step-*"))) == 2
 
 
 def test_bf16_keeps_float32_parameters_and_learns(tmp_path):
