@@ -16,9 +16,9 @@ from eval.responses import PLAIN, Difference, Response, Turn
 from eval.sampling import Sampling
 from eval.target import Target
 
-#: Two logits closer than this may change order when the same sum is taken in another order. Between one-row and
-#: eight-row forwards of SmolLM2-135M the distance of the top two moved by up to 3e-5 in float32 and 0.25 in
-#: bfloat16 (48 rows).
+#: Two logits closer than this may change order when the same sum is taken in another order. Between one-row
+#: and eight-row forwards of SmolLM2-135M the distance of the top two moved by up to 3e-5 in float32 and 0.25
+#: in bfloat16 (48 rows).
 TIE_BOUNDS = {torch.float32: 1e-3, torch.float16: 0.125, torch.bfloat16: 0.5}
 
 

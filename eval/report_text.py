@@ -33,7 +33,7 @@ def lossless_text(lossless: Report) -> str:
     return text
 
 
-def render_report(report: Report, folder: str = "") -> Group:
+def render_report(report: Report) -> Group:
     """The terminal's table, one row a method, and where the rest is."""
     table = Table(title=f"{report['prompts']['n']} prompts, {report['prompts']['turns']} turns")
     for name, justify in (
@@ -57,8 +57,7 @@ def render_report(report: Report, folder: str = "") -> Group:
             lossless_text(method["lossless"]),
         )
     lines = [Text(f"! {warning}", style="yellow") for warning in report["warnings"]]
-    if folder:
-        lines.append(Text(f"report and plots: {folder}"))
+    lines.append(Text(f"report and plots: {report['run']['out']}"))
     return Group(table, *lines)
 
 

@@ -52,7 +52,7 @@ class EvalOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     target: str = Field(description="Target checkpoint directory or hub id")
-    drafters: list[str] = Field(
+    drafter: list[str] = Field(
         default=[], description="Drafter directories, each optionally as NAME=DIRECTORY"
     )
     data: list[str] = Field(
@@ -71,7 +71,7 @@ class EvalOptions(BaseModel):
         ge=2,
         description="Rows of a block, anchor included; default: as each drafter was trained",
     )
-    baselines: list[Literal["lookup", "v1"]] = Field(
+    baseline: list[Literal["lookup", "v1"]] = Field(
         default=["lookup"],
         description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector",
     )
@@ -142,6 +142,7 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     report["settings"] = {"hash": digest, **settings}
     report["run"] = {
         "command": sys.argv,
+        "out": str(options.out),
         "started": started,
         "seconds": time.time() - started,
         **_machine(options),
@@ -158,14 +159,14 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
     )
     head = FrozenHead(target.embedding.detach(), target.head_weight.detach())
     drafters: list[Drafter] = []
-    if "lookup" in options.baselines:
+    if "lookup" in options.baseline:
         drafters.append(LookupDrafter(options.block or _DEFAULT_BLOCK))
-    for given in options.drafters:
+    for given in options.drafter:
         name, _, place = given.rpartition("=")
         name = name or Path(place).name
         model = load_drafter(place, dtype).to(device)
         models = [(name, model)]
-        if "v1" in options.baselines and model.config.version == 2:
+        if "v1" in options.baseline and model.config.version == 2:
             models.append((f"{name} as v1", without_dflash2(model)))
         for label, each in models:
             if options.prepack and can_prepack(device, dtype):
@@ -191,7 +192,7 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
 
 def _settings(options: EvalOptions, checkpoint: Path, bench: Bench) -> dict[str, Any]:
     """Everything that a response depends on; not which prompts are asked nor where results go."""
-    kept = options.model_dump(mode="json", exclude={"data", "limit", "out", "target", "drafters", "device"})
+    kept = options.model_dump(mode="json", exclude={"data", "limit", "out", "target", "drafter", "device"})
     return {
         **kept,
         "target": {
@@ -200,7 +201,7 @@ def _settings(options: EvalOptions, checkpoint: Path, bench: Bench) -> dict[str,
             "tokenizer": tokenizer_fingerprint(checkpoint),
             "weights": _weights_hash(checkpoint),
         },
-        "drafters": {given: _weights_hash(Path(given.rpartition("=")[2])) for given in options.drafters},
+        "drafters": {given: _weights_hash(Path(given.rpartition("=")[2])) for given in options.drafter},
         "methods": {drafter.name: {"block": drafter.block} for drafter in bench.drafters},
         "stop_ids": sorted(bench.limits.stop_ids),
         "device": options.torch_device().type,

@@ -51,9 +51,9 @@ def checkpoint(tmp_path_factory):
 def options(checkpoint, tmp_path):
     return EvalOptions(
         target=str(checkpoint / "target"),
-        drafters=[f"second={checkpoint / 'v2'}", str(checkpoint / "v1")],
+        drafter=[f"second={checkpoint / 'v2'}", str(checkpoint / "v1")],
         data=[str(checkpoint / "tiny.jsonl")],
-        baselines=["lookup", "v1"],
+        baseline=["lookup", "v1"],
         max_new_tokens=12,
         device="cpu",
         out=tmp_path / "out",
@@ -87,7 +87,7 @@ def test_report_holds_every_method_with_intervals_and_counts(options):
     for name in ("acceptance_by_position", "acceptance_by_context", "speed_up", "time_split"):
         assert (options.out / f"{name}.png").stat().st_size > 5_000
         assert f"({name}.png)" in text
-    assert render_report(report, "here")
+    assert render_report(report)
 
 
 def test_second_turn_follows_the_plain_response_of_the_first(options):
@@ -171,11 +171,9 @@ def test_repeats_give_a_median_and_a_spread(options):
 
 def test_methods_must_be_told_apart(options, checkpoint):
     with pytest.raises(EvalError, match="share a name"):
-        run_eval(
-            options.model_copy(update={"drafters": [f"x={checkpoint / 'v1'}", f"x={checkpoint / 'v2'}"]})
-        )
+        run_eval(options.model_copy(update={"drafter": [f"x={checkpoint / 'v1'}", f"x={checkpoint / 'v2'}"]}))
     with pytest.raises(EvalError, match="nothing to compare"):
-        run_eval(options.model_copy(update={"drafters": [], "baselines": []}))
+        run_eval(options.model_copy(update={"drafter": [], "baseline": []}))
 
 
 def test_unknown_option_is_refused():
@@ -184,10 +182,8 @@ def test_unknown_option_is_refused():
 
 
 def test_template_arguments_change_settings_and_prompt_hash(options):
-    plain = run_eval(options.model_copy(update={"limit": 1, "drafters": []}))
-    other = options.model_copy(
-        update={"limit": 1, "drafters": [], "template_args": {"enable_thinking": True}}
-    )
+    plain = run_eval(options.model_copy(update={"limit": 1, "drafter": []}))
+    other = options.model_copy(update={"limit": 1, "drafter": [], "template_args": {"enable_thinking": True}})
     thinking = run_eval(other)
     assert plain["settings"]["hash"] != thinking["settings"]["hash"]
     assert (
