@@ -53,9 +53,11 @@ class StepSettings:
         return self.compute_bytes < WIDE
 
 
-def peak_parts(shape: DrafterShape, share: RankShare, settings: StepSettings, world: int) -> dict[str, float]:
-    """Bytes by part at the moment of the step when their sum is largest."""
-    return max(moments(shape, share, settings, world).values(), key=lambda parts: sum(parts.values()))
+def peak_moment(
+    shape: DrafterShape, share: RankShare, settings: StepSettings, world: int
+) -> tuple[str, dict[str, float]]:
+    """The moment of the step at which a rank holds most, and its bytes by part."""
+    return max(moments(shape, share, settings, world).items(), key=lambda item: sum(item[1].values()))
 
 
 def moments(
@@ -70,11 +72,11 @@ def moments(
         world: N, all ranks, over which ZeRO shards.
     """
     step = _Step(shape, share, settings, world)
-    found = {"fuse": step.fuse(), "vocabulary loss": step.vocabulary_loss()}
+    found = {"fuse": step.fuse(), "loss": step.vocabulary_loss()}
     for layer in reversed(range(shape.layers)):
-        found[f"backward of layer {layer}"] = step.backward(layer)
-    found["backward of the fusion"] = step.backward_fusion()
-    found["optimizer"] = step.optimizer()
+        found[f"backward {layer}"] = step.backward(layer)
+    found["backward end"] = step.backward_fusion()
+    found["update"] = step.optimizer()
     return found
 
 
@@ -93,27 +95,37 @@ class _Step:
     def slots(self) -> int:
         return self.share.blocks * self.shape.supervised_slots
 
-    def state(self) -> dict[str, float]:
-        """What lives through the whole step."""
-        parameters, settings = self.shape.parameter_count, self.settings
+    def state(self, done: float, *, reducing: bool = True) -> dict[str, float]:
+        """What does not depend on rows or blocks.
+
+        Args:
+            done: parameters whose gradients of this micro-batch exist.
+            reducing: DeepSpeed's reduction bucket exists.
+        """
+        parameters, settings = float(self.shape.parameter_count), self.settings
         sharded = self.world if settings.zero_stage else 1
         master = WIDE * parameters / self.world if settings.zero_stage else 0.0
         tables = 1 if self.shape.tied_head else 2
         features = self.share.feature_rows * self.shape.feature_width * settings.feature_bytes
+        if settings.zero_stage == 2:
+            gradients = parameters / self.world + min(ZERO_BUCKET, done)
+        else:
+            gradients = parameters if settings.accumulate else done
         return {
             "weights": WIDE * parameters,
             "frozen tables": tables * self.shape.vocabulary * self.shape.hidden * settings.compute_bytes,
             "optimizer state": 2 * WIDE * parameters / sharded + master,
             "features": features,
             "feature prefetch": settings.prefetch * features,
+            "gradients": WIDE * gradients,
+            "reduction bucket": self._bucket() if reducing else 0.0,
         }
 
-    def gradients(self, parameters: float) -> float:
-        """Gradients of some of the parameters, beside those of earlier micro-batches."""
-        settings, count = self.settings, float(self.shape.parameter_count)
-        if settings.zero_stage == 2:
-            return WIDE * (count / self.world + min(ZERO_BUCKET, parameters))
-        return WIDE * (count if settings.accumulate else parameters)
+    def _bucket(self) -> float:
+        """ZeRO allocates the whole bucket; without it, gradients are flattened into one of their own size."""
+        if self.settings.zero_stage:
+            return WIDE * ZERO_BUCKET
+        return WIDE * min(ZERO_BUCKET, self.shape.parameter_count) if self.world > 1 else 0.0
 
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
@@ -137,29 +149,24 @@ class _Step:
         return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
 
     def casts(self) -> float:
-        """Narrow copies of the weights, alive until the backward pass is over."""
-        return self.settings.compute_bytes * self.shape.parameter_count if self.settings.narrow else 0.0
+        """Narrow copies of the weights of products, alive until the backward pass is over."""
+        parts = self.shape.parameters()
+        products = sum(parts[name] for name in ("fuse", "attention", "mlp", "convolution"))
+        return self.settings.compute_bytes * products if self.settings.narrow else 0.0
 
     def fuse(self) -> dict[str, float]:
-        return {
-            **self.state(),
-            "gradients": self.gradients(0),
-            **self.context(0),
-            "weight copies": self.casts(),
-        }
+        return {**self.state(0, reducing=False), **self.context(0), "weight copies": self.casts()}
 
     def vocabulary_loss(self) -> dict[str, float]:
         """The loss keeps supervised rows and their gradient; logits exist in tiles, two in the selector."""
         wide_row = self.shape.hidden * WIDE
         tile_rows, tile_width = min(self.slots, ROW_TILE), min(self.shape.vocabulary, VOCABULARY_TILE)
-        tiles = (
-            2 if self.shape.selector_rank else 1
-        ) * tile_rows * tile_width * WIDE + 2 * tile_rows * wide_row
+        logits = (2 if self.shape.selector_rank else 1) * tile_rows * tile_width * WIDE
+        tiles = logits + 2 * tile_rows * wide_row
         if self.settings.narrow and not self.settings.tensor_cores:
             tiles += tile_width * wide_row
         return {
-            **self.state(),
-            "gradients": self.gradients(0),
+            **self.state(0, reducing=False),
             **self.context(self.shape.layers),
             "block activations": self.blocks(self.shape.layers),
             "weight copies": self.casts(),
@@ -174,8 +181,7 @@ class _Step:
         widest = 3 * self.shape.intermediate * element + 2 * self.shape.hidden * WIDE
         context = self.share.layers[layer].own_rows * 2 * self.shape.kv_width * (WIDE + element)
         return {
-            **self.state(),
-            "gradients": self.gradients(done),
+            **self.state(done, reducing=self.settings.zero_stage > 0),
             **self.context(layer + 1),
             "block activations": self.blocks(layer + 1),
             "weight copies": self.casts(),
@@ -187,15 +193,14 @@ class _Step:
     def backward_fusion(self) -> dict[str, float]:
         gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
         return {
-            **self.state(),
-            "gradients": self.gradients(self.shape.parameter_count),
+            **self.state(self.shape.parameter_count, reducing=self.settings.zero_stage > 0),
             **self.context(0),
             "weight copies": self.casts(),
             "context gradient": gradient,
         }
 
     def optimizer(self) -> dict[str, float]:
-        return {**self.state(), "gradients": self.gradients(self.shape.parameter_count)}
+        return self.state(self.shape.parameter_count)
 
 
 def block_row_bytes(shape: DrafterShape, settings: StepSettings) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from csbp.cost import DrafterShape, Workload, gradient_reduction_bytes, pair_flops, step_flops
 from csbp.device import DeviceConstants
-from csbp.footprint import WIDE, StepSettings, block_row_bytes, fits, peak_parts
+from csbp.footprint import WIDE, StepSettings, block_row_bytes, fits, peak_moment
 from csbp.ownership import StepCost
 from csbp.share import RankShare, replica_share
 
@@ -34,7 +34,8 @@ class Candidate:
     Attributes:
         context_ranks, replicas: P and N / P.
         placement, transports: how blocks and rows are dealt out, and the transport of each layer.
-        peak: bytes by part of the most loaded rank, at the moment of the step when their sum is largest.
+        moment: when in the step the most loaded rank holds most.
+        peak: its bytes by part at that moment.
         fits: whether the peak leaves the headroom free.
         time: seconds of a step by part.
         tokens: supervised tokens of one replica's step.
@@ -46,6 +47,7 @@ class Candidate:
     replicas: int
     placement: str
     transports: tuple[str, ...]
+    moment: str
     peak: dict[str, float]
     fits: bool
     time: dict[str, float]
@@ -173,14 +175,15 @@ def _estimate(question: Question, ranks: int) -> Candidate:
         wire_bytes=settings.compute_bytes,
         retain=settings.retain,
     )
-    peaks = [peak_parts(shape, rank, settings, question.world) for rank in share.ranks]
-    peak = max(peaks, key=lambda parts: sum(parts.values()))
+    peaks = [peak_moment(shape, rank, settings, question.world) for rank in share.ranks]
+    moment, peak = max(peaks, key=lambda item: sum(item[1].values()))
     times = [step_time(question, rank, ranks) for rank in share.ranks]
     return Candidate(
         context_ranks=ranks,
         replicas=question.world // ranks,
         placement=share.placement,
         transports=share.transports,
+        moment=moment,
         peak=peak,
         fits=fits(peak, question.device.memory_bytes, question.headroom),
         time=max(times, key=lambda parts: sum(parts.values())),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from csbp.cost import Workload
 from csbp.device import PRESETS
-from csbp.footprint import StepSettings, peak_parts
+from csbp.footprint import StepSettings, peak_moment
 from csbp.memory import PeakTracker
 from csbp.plan import plan_step
 from csbp.planner import step_cost
@@ -139,7 +139,7 @@ def _estimate(case: MemoryCase) -> tuple[tuple[str, ...], float]:
         wire_bytes=element,
         retain=case.retain,
     )
-    peaks = [sum(peak_parts(shape, rank, settings, case.ranks).values()) for rank in share.ranks]
+    peaks = [sum(peak_moment(shape, rank, settings, world=1)[1].values()) for rank in share.ranks]
     return share.transports, max(peaks)
 
 

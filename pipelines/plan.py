@@ -242,32 +242,39 @@ def _overridden(config: dict[str, Any], options: PlanOptions) -> dict[str, Any]:
 
 
 def render_plan(report: PlanReport) -> Group:
-    """Tables for the terminal: one row per P, the memory of each P by part, and the choice."""
+    """For the terminal: a row and a verdict per P, then memory and time by part, then what was assumed."""
     plan, question, work = report.plan, report.question, report.question.work
     title = (
         f"{question.shape.parameter_count:,} parameters, {work.sequences} x {work.context:,} tokens, "
         f"{work.anchors:,} {work.anchor_rule} anchors of {question.shape.block_size}, {question.world} ranks "
         f"of {question.device.memory_bytes / GIB:.1f} GiB"
     )
-    overview = Table(title=title)
-    for column in ("P", "replicas", "placement", "transports", "rows read", "peak GiB", "step s", "sent MiB"):
-        overview.add_column(column, justify="left" if column in {"placement", "transports"} else "right")
-    overview.add_column("tokens/s of a replica", justify="right")
-    overview.add_column("tokens/s of all", justify="right")
-    overview.add_column("verdict")
-    for candidate, verdict in zip(plan.candidates, plan.verdicts, strict=True):
+    overview = Table(title=title, padding=(0, 0, 0, 1))
+    for column in (
+        "P",
+        "replicas",
+        "rows read",
+        "peak GiB",
+        "step s",
+        "sent MiB",
+        "tok/s group",
+        "tok/s all",
+    ):
+        overview.add_column(column, justify="right")
+    for candidate in plan.candidates:
         style = "bold" if candidate is plan.chosen else None if candidate.fits else "dim"
-        overview.add_row(*_cells(candidate), verdict, style=style)
-    return Group(overview, _memory_table(plan), _time_table(plan), *_notes(report))
+        overview.add_row(*_cells(candidate), style=style)
+    verdicts = [
+        f"P = {candidate.context_ranks}: {verdict} ({_route(candidate)})"
+        for candidate, verdict in zip(plan.candidates, plan.verdicts, strict=True)
+    ]
+    return Group(overview, *verdicts, _memory_table(plan), _time_table(plan), *_notes(report))
 
 
 def _cells(candidate: Candidate) -> list[str]:
-    counts = {name: candidate.transports.count(name) for name in dict.fromkeys(candidate.transports)}
     return [
         str(candidate.context_ranks),
         str(candidate.replicas),
-        candidate.placement,
-        ", ".join(f"{count} {name}" for name, count in counts.items()),
         f"{candidate.feature_rows:,.0f}",
         f"{candidate.peak_bytes / GIB:.1f}",
         f"{candidate.step_seconds:.3f}",
@@ -275,6 +282,13 @@ def _cells(candidate: Candidate) -> list[str]:
         f"{candidate.group_rate:,.0f}",
         f"{candidate.fleet_rate:,.0f}",
     ]
+
+
+def _route(candidate: Candidate) -> str:
+    """Placement, and transports with their number of layers."""
+    counts = {name: candidate.transports.count(name) for name in dict.fromkeys(candidate.transports)}
+    layers = ", ".join(f"{name} x {count}" for name, count in counts.items())
+    return layers if candidate.context_ranks == 1 else f"blocks {candidate.placement}, layers {layers}"
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -286,6 +300,7 @@ def _memory_table(plan: Plan) -> Table:
         sizes = [candidate.peak.get(part, 0.0) / GIB for candidate in plan.candidates]
         if any(sizes):
             table.add_row(part, *(f"{size:.2f}" for size in sizes))
+    table.add_row("moment", *(candidate.moment for candidate in plan.candidates))
     table.add_row("peak", *(f"{c.peak_bytes / GIB:.2f}" for c in plan.candidates), style="bold")
     return table
 

@@ -12,7 +12,7 @@ import torch
 
 from csbp.cost import DrafterShape, Workload, union_rows
 from csbp.device import PRESETS
-from csbp.footprint import StepSettings, moments, peak_parts
+from csbp.footprint import StepSettings, moments
 from csbp.plan import plan_step
 from csbp.planner import GIB, PlanError, Question, candidates, choose_context_ranks, make_plan, step_cost
 from csbp.share import draw_layout, replica_share
@@ -137,7 +137,7 @@ def test_memory_of_context_rows_is_linear_in_context_over_ranks():
     def context_bytes(context, ranks):
         share = share_of((FULL,) * 2, Workload(context, 2048), ranks, retain=1)
         assert set(share.transports) == {"ring"}
-        step = moments(shape(FULL, FULL), share.ranks[0], settings, 8)["vocabulary loss"]
+        step = moments(shape(FULL, FULL), share.ranks[0], settings, 8)["loss"]
         return sum(step[part] for part in parts)
 
     base = context_bytes(16384, 2)
@@ -167,16 +167,15 @@ def test_memory_grows_with_what_it_holds():
 
 
 def test_zero_shards_optimizer_state_and_gradients():
-    parts = {}
+    """The figures that DeepSpeed 0.19 showed with float32 parameters under `PeakTracker` on two ranks."""
+    count, bucket = shape(SLIDING).parameter_count, 500_000_000
+    step = {}
     for stage in (0, 1, 2):
-        settings = StepSettings(zero_stage=stage, accumulate=True)
         rank = share_of((SLIDING,), Workload(4096, 64), 1).ranks[0]
-        parts[stage] = peak_parts(shape(SLIDING), rank, settings, 8)
-    count = shape(SLIDING).parameter_count
-    assert parts[0]["optimizer state"] == 8 * count
-    assert parts[1]["optimizer state"] == 12 * count / 8  # moments and the partition's own master copy
-    assert parts[0]["gradients"] == parts[1]["gradients"] == 4 * count
-    assert parts[2]["optimizer state"] == parts[1]["optimizer state"]
+        step[stage] = moments(shape(SLIDING), rank, StepSettings(zero_stage=stage), 2)["update"]
+    assert [step[stage]["optimizer state"] for stage in (0, 1, 2)] == [8 * count, 6 * count, 6 * count]
+    assert [step[stage]["gradients"] for stage in (0, 1, 2)] == [4 * count, 4 * count, 6 * count]
+    assert [step[stage]["reduction bucket"] for stage in (0, 1, 2)] == [4 * count, 4 * bucket, 4 * bucket]
 
 
 def test_smallest_fitting_p_is_chosen_and_the_others_say_why():
@@ -230,7 +229,8 @@ def test_refusal_names_memory_ranks_and_stage_that_would_fit():
 
 
 def test_refusal_offers_a_zero_stage_where_that_is_enough():
-    asked = question(SLIDING, SLIDING, context=4096, anchors=16, world=8)
+    large = shape(SLIDING, SLIDING, hidden=4096, intermediate=16384, vocabulary=150000)
+    asked = dataclasses.replace(question(SLIDING, context=4096, anchors=16, world=8), shape=large)
     memory = candidates(asked)[-1].peak_bytes
     with pytest.raises(PlanError, match="ZeRO stage 1"):
         make_plan(dataclasses.replace(asked, device=DEVICE.with_memory(memory)))
