@@ -102,6 +102,7 @@ class Trainer:
         self._sums = Sums()  # since the last line of the log, this rank
         self._line_began = time.monotonic()
         self._logged_wait = 0.0
+        self._last_update: dict[str, float] = {}
         self._train: dict[str, float] = {}
         self._validation: dict[str, Any] = {}
         self._validated_step = -1
@@ -120,9 +121,9 @@ class Trainer:
                 status = self._steps(batches, log, stop)
             finally:
                 batches.close()
+            self._log(log)
             if status == "finished":
                 self._validate(log)
-                self.state = replace(self.state, finished=True)
             self._save()
             if status == "finished":
                 self._publish("last")
@@ -154,9 +155,10 @@ class Trainer:
             )
             norm = self._step(batch, batches, shared["slots"], lr)
             self._advance(began)
+            self._last_update = {"lr": lr, "grad_norm": norm}
             step = self.state.step
-            if step % config.logging.every == 0 or step == self.total_steps:
-                self._log(log, lr, norm)
+            if step % config.logging.every == 0:
+                self._log(log)
             log.advance(self._done(), f"step {step}" + self._loss_text())
             if step % config.validation.every == 0:
                 self._validate(log)
@@ -178,7 +180,7 @@ class Trainer:
     def _step(self, batch: MicroBatch, batches: Prefetcher, slots: float, lr: float) -> float:
         """One optimizer step; returns the gradient norm."""
         scale = self.grid.world / slots
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(self.loader.accumulation):
             if number:
                 with self._timed("data"):
@@ -187,7 +189,7 @@ class Trainer:
                 sums = self.module(batch.to(self.device))
             with self._timed("backward"):
                 self.engine.backward(sums.loss * scale)
-            loss_sum = loss_sum + sums.metrics["loss"].cpu()
+            loss_sum += sums.metrics["loss"]
             self._count(batch, sums.metrics)
         try:
             with self._timed("update"):
@@ -202,7 +204,7 @@ class Trainer:
 
     def _count(self, batch: MicroBatch, metrics: dict[str, Tensor]) -> None:
         """Add a micro-batch to the line being pooled; one rank counts what its replica shares."""
-        self._sums.add({name: value.cpu() for name, value in metrics.items()})
+        self._sums.add(metrics)  # stays on the device: reading it would wait for the step
         first = self.grid.context_rank == 0
         self._sums.add({
             "coverage": batch.coverage_sum if first else 0.0,
@@ -222,16 +224,17 @@ class Trainer:
             elapsed=time.monotonic() - self._began,
         )
 
-    def _log(self, log: RunLog, lr: float, norm: float) -> None:
-        """One line of metrics over the steps since the last, pooled over ranks."""
+    def _log(self, log: RunLog) -> None:
+        """One line of metrics over the steps since the last, if there were any, pooled over ranks."""
+        if not self._sums.values:
+            return
         pooled = add_tensors_over_ranks(self._sums.take(), self.grid, self.device)
         seconds = time.monotonic() - self._line_began
         slots, blocks = float(pooled["slots"].sum()), float(pooled["blocks"])
         self._slots += slots
         self._train = {
             **training_figures(pooled),
-            "lr": lr,
-            "grad_norm": norm,
+            **self._last_update,
             "epoch": self.state.samples / len(self.corpus.train),
             "slots_per_second": slots / seconds,
             "blocks_per_second": blocks / seconds,

@@ -63,7 +63,6 @@ class TrainingState:
         best_accepted: its accepted drafts per block.
         seed: of the run; with `step` it names every random draw.
         data: fingerprint of the training data.
-        finished: the schedule has ended.
     """
 
     step: int
@@ -74,7 +73,6 @@ class TrainingState:
     best_accepted: float
     seed: int
     data: str
-    finished: bool = False
 
     @classmethod
     def fresh(cls, seed: int, data: str) -> TrainingState:
