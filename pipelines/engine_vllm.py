@@ -136,13 +136,14 @@ class VllmEngine:
         self._expect("supported")
 
     def wait_ready(self) -> None:
-        """Wait until the model is loaded.
+        """Start if need be, and wait until the model is loaded.
 
         Raises:
             EngineError: it did not load.
         """
         if self._ready:
             return
+        self.start()
         message = self._expect("ready")
         self.bounded = message["bounded"]
         self.bounded_refused = message["bounded_refused"]
