@@ -131,7 +131,7 @@ def test_target_without_the_interface_points_to_the_other_backend(
     """Known before the model is loaded; the answer of vLLM's own class decides."""
     config = json.loads((target / "config.json").read_text())
     (tmp_path / "t").mkdir()
-    changed = {**config, "architectures": ["GPTNeoXForCausalLM"]}
+    changed = {**config, "architectures": ["Gemma3ForCausalLM"]}
     (tmp_path / "t/config.json").write_text(json.dumps(changed))
     engine = start(tmp_path / "t", tmp_path)
     with pytest.raises(EngineError, match=r"no auxiliary hidden-state interface.*--backend hf"):
