@@ -22,14 +22,15 @@ from torch import Tensor
 
 from drafter.attention import LayerMask
 
-# Bounds of one tile of scores: 2**19 fp32 scores are 2 MiB, about one core's second-level cache.
-TILE_SCORES = 2**19
-TILE_ROWS = 384
+# Bounds of one tile of scores: 2**18 fp32 scores are 1 MiB, so the two tiles of the backward pass fit the
+# second-level cache of a core.
+TILE_SCORES = 2**18
+TILE_ROWS = 192
 # What a tile costs beyond its n x s scores, in scores: n rows cost like THIN_ROWS more, s keys like THIN_KEYS
 # more (rescaling the sums), and every tile START_SCORES (measured in fp32 with E = 64 on one AVX-512 core).
 THIN_ROWS = 10
-THIN_KEYS = 64
-START_SCORES = 20_000
+THIN_KEYS = 32
+START_SCORES = 6_000
 
 
 class Tile(NamedTuple):

@@ -125,7 +125,7 @@ def check_rank(
     factory: StepFactory, dtype: torch.dtype, context_ranks: Sequence[int], only: Sequence[str]
 ) -> list[Result]:
     """Run every case whose name contains one of `only`, on this rank of an existing world."""
-    results = []
+    results: list[Result] = []
     for ranks in context_ranks:
         grid = Grid.from_environment(ranks)
         for scenario, layout in layouts(ranks).items():
@@ -155,8 +155,9 @@ def _check(
     assert isinstance(loss, Tensor)
     wanted = {"loss": loss.detach()}
     for name in references[0].parameters:
-        own = [reference.parameters[name] for reference in references]
-        wanted[name] = sum(torch.autograd.grad(loss, own, retain_graph=True, materialize_grads=True))
+        copies = [reference.parameters[name] for reference in references]
+        grads = torch.autograd.grad(loss, copies, retain_graph=True, materialize_grads=True)
+        wanted[name] = torch.stack(grads).sum(0)
     step = factory(layout, masks, dtype, grid.replica)
     for name, options in plans.items():
         wire = Wire(grid)
@@ -172,7 +173,7 @@ def _check(
         }
         worst = max(errors, key=lambda name: errors[name])
         yield Result(
-            name, grid.world, grid.context_ranks, plan.transports, errors[worst], worst, dict(wire.sent)
+            name, grid.world, grid.context_ranks, plan.transports, errors[worst], worst, wire.sent_by_kind()
         )
 
 

@@ -16,8 +16,8 @@ class BlockLayout:
     """Blocks on the context axis.
 
     Attributes:
-        anchors: int64 [A], ascending; axis index of every block's anchor token. Context rows strictly before the
-            anchor and not before `starts` are visible to the block; the anchor's own row is not.
+        anchors: int64 [A], ascending; axis index of every block's anchor token. Context rows strictly before
+            the anchor and not before `starts` are visible to the block; the anchor's own row is not.
         starts: int64 [A], axis index of the first row of the anchor's document.
         length: rows of the axis.
         block_size: B, rows of a block (the anchor and B - 1 drafts).

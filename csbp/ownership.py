@@ -36,7 +36,7 @@ class StepCost:
         byte: operations that a rank does in the time of sending one byte.
     """
 
-    block: float = 1.8e9
+    block: float = 1.1e9
     pair: float = 6.5e4
     row: float = 6.6e6
     projection: float = 1.3e6
@@ -62,13 +62,13 @@ class StepCost:
     ) -> StepCost:
         """Count matrix products: 2 operations a multiply-add, three products a trained weight and step.
 
-        The frozen head costs three (logits, logits again, hidden gradient), the fusion two (its input has no
-        gradient), a score seven half-products of size E (two forward, five backward).
+        The frozen head costs two (logits and the gradient of the hidden state, made together), the fusion two
+        (its input has no gradient), a score seven of size E (two forward, five backward).
         """
         width, kv_width = heads * head_dim, kv_heads * head_dim
         layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * intermediate
         return cls(
-            block=6.0 * block_size * (layers * layer + vocabulary * hidden),
+            block=6.0 * block_size * layers * layer + 4.0 * (block_size - 1) * vocabulary * hidden,
             pair=14.0 * block_size * width,
             row=4.0 * features * hidden,
             projection=6.0 * hidden * 2 * kv_width,

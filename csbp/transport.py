@@ -57,6 +57,10 @@ class Wire:
         self.sent: Counter[Kind] = Counter()
         self.waited = 0.0
 
+    def sent_by_kind(self) -> dict[str, int]:
+        """Bytes that this rank has sent, every kind named."""
+        return {kind: self.sent[kind] for kind in KINDS}
+
     def post(
         self,
         sends: Sequence[tuple[int, Tensor, Kind]],

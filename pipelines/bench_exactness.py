@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from csbp.exactness import BLOCK, TOLERANCE, check_rank
+from csbp.exactness import BLOCK, TOLERANCE, Result, check_rank
 from csbp.layout import BlockLayout
 from csbp.processes import run_ranks
 from drafter.attention import BlockAttention, LayerMask
@@ -22,6 +20,7 @@ from drafter.dense import DenseAttention
 from drafter.frozen import FrozenHead, embed_blocks
 from drafter.model import Drafter
 from drafter.objective import ObjectiveConfig, block_loss
+from pipelines.progress import Bar
 
 VOCABULARY = 61
 TARGET = {
@@ -44,10 +43,40 @@ class ExactnessOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ranks: int = Field(2, ge=1, description="Processes; every divisor of it is tried as context ranks.")
+    ranks: str = Field(
+        "1,2,3,4",
+        pattern=r"^[1-9]\d*(,[1-9]\d*)*$",
+        description="Worlds to try, by number of processes, each with every number of context ranks.",
+    )
     dtype: Literal["float64", "float32"] = Field("float64", description="Precision of the sharded steps.")
-    only: tuple[str, ...] = Field(("",), description="Run the cases whose name contains one of these texts.")
-    timeout: float = Field(600.0, gt=0, description="Seconds before the ranks are ended.")
+    only: tuple[str, ...] = Field((), description="Run only cases whose name contains one of these texts.")
+    timeout: float = Field(900.0, gt=0, description="Seconds that one world may take.")
+
+
+@dataclass(frozen=True)
+class ExactnessResult:
+    """Every case, and whether all lie within the tolerance of the precision."""
+
+    dtype: str
+    tolerance: float
+    cases: tuple[Result, ...]
+
+    @property
+    def max_rel_err(self) -> float:
+        return max((case.max_rel_err for case in self.cases), default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.cases) and self.max_rel_err <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "max_rel_err": self.max_rel_err,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+            "dtype": self.dtype,
+            "cases": [asdict(case) for case in self.cases],
+        }
 
 
 class TinyStep:
@@ -131,38 +160,39 @@ def _config(masks: Sequence[LayerMask]) -> DrafterConfig:
     )
 
 
-def run_exactness(options: ExactnessOptions) -> dict[str, Any]:
-    """Check every case; `passed` tells whether all lie within the tolerance of the precision."""
+def run_bench_exactness(options: ExactnessOptions) -> ExactnessResult:
+    """Check every case in every world."""
     dtype = getattr(torch, options.dtype)
-    divisors = [p for p in range(1, options.ranks + 1) if options.ranks % p == 0]
-    found = run_ranks(
-        check_rank, options.ranks, TinyStep, dtype, divisors, options.only, timeout=options.timeout
-    )
-    cases = [asdict(case) for case in found[0]]
-    worst = max((case["max_rel_err"] for case in cases), default=0.0)
-    return {
-        "max_rel_err": worst,
-        "tolerance": TOLERANCE[dtype],
-        "passed": bool(cases) and worst <= TOLERANCE[dtype],
-        "dtype": options.dtype,
-        "ranks": options.ranks,
-        "cases": cases,
-    }
+    worlds = [int(ranks) for ranks in options.ranks.split(",")]
+    cases: list[Result] = []
+    with Bar("exactness", len(worlds)) as bar:
+        for ranks in worlds:
+            divisors = [p for p in range(1, ranks + 1) if ranks % p == 0]
+            arguments = (TinyStep, dtype, divisors, options.only or ("",))
+            cases += run_ranks(check_rank, ranks, *arguments, timeout=options.timeout)[0]
+            bar.advance(1, f"{len(cases)} cases")
+    return ExactnessResult(options.dtype, TOLERANCE[dtype], tuple(cases))
 
 
-def render(result: dict[str, Any]) -> None:
-    """Print the worst case of each plan."""
-    table = Table("context ranks", "plan", "cases", "largest relative error", "in")
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for case in result["cases"]:
-        groups.setdefault((case["context_ranks"], case["name"].split(" | ")[-1]), []).append(case)
-    for (ranks, plan), cases in groups.items():
-        worst = max(cases, key=lambda case: case["max_rel_err"])
-        table.add_row(str(ranks), plan, str(len(cases)), f"{worst['max_rel_err']:.1e}", worst["worst"])
-    console = Console(file=sys.stdout)
-    console.print(table)
-    verdict = "exact" if result["passed"] else "NOT exact"
-    console.print(
-        f"{verdict}: {result['max_rel_err']:.1e} over {len(result['cases'])} cases on {result['ranks']} "
-        f"ranks, tolerance {result['tolerance']:.0e} in {result['dtype']}"
+def render_bench_exactness(result: ExactnessResult) -> Table:
+    """The worst case of each plan."""
+    verdict = "exact" if result.passed else "NOT exact"
+    table = Table(
+        "ranks",
+        "context ranks",
+        "plan",
+        "cases",
+        "largest relative error",
+        "in",
+        title=f"{verdict}: {result.max_rel_err:.1e} over {len(result.cases)} cases, "
+        f"tolerance {result.tolerance:.0e} in {result.dtype}",
     )
+    groups: dict[tuple[int, int, str], list[Result]] = {}
+    for case in result.cases:
+        groups.setdefault((case.ranks, case.context_ranks, case.name.split(" | ")[-1]), []).append(case)
+    for (ranks, context_ranks, plan), cases in groups.items():
+        worst = max(cases, key=lambda case: case.max_rel_err)
+        table.add_row(
+            str(ranks), str(context_ranks), plan, str(len(cases)), f"{worst.max_rel_err:.1e}", worst.worst
+        )
+    return table

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from csbp.processes import RanksError, run_ranks
-from pipelines.bench_exactness import ExactnessOptions, run_exactness
+from pipelines.bench_exactness import ExactnessOptions, run_bench_exactness
 from tests.csbp.workers import (
     BLOCK,
     FULL,
@@ -133,9 +133,9 @@ def test_baselines_do_what_they_are_named_for(sent):
     ],
 )
 def test_a_step_on_many_ranks_is_the_step_of_one(ranks, dtype, only):
-    result = run_exactness(ExactnessOptions(ranks=ranks, dtype=dtype, only=only))
-    assert result["passed"], max(result["cases"], key=lambda case: case["max_rel_err"])
-    assert len(result["cases"]) > 13
+    result = run_bench_exactness(ExactnessOptions(ranks=str(ranks), dtype=dtype, only=only))
+    assert result.passed, max(result.cases, key=lambda case: case.max_rel_err)
+    assert len(result.cases) > 13
 
 
 def test_a_lost_peer_raises_instead_of_hanging():
