@@ -201,11 +201,16 @@ def row_digest(row: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def write_shard(path: Path, rows: list[dict[str, Any]], parts: dict[str, int]) -> None:
+def samples_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows of `TokenSample.table_row` as a table."""
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def write_shard(path: Path, table: pa.Table, parts: dict[str, int]) -> None:
     """Write a samples table to `path` and fsync it (the caller renames). `parts`: part name -> its rows."""
     schema = SAMPLE_SCHEMA.with_metadata({_PARTS_KEY: json.dumps(parts).encode()})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        writer.write_table(table.combine_chunks().replace_schema_metadata(schema.metadata))
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 

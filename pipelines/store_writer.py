@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +21,18 @@ import torch
 from torch import Tensor
 
 from pipelines.files import sync_folder
-from pipelines.rowfile import HEADER_BYTES, RowFile, StoreError, disk_errors, segment_digest
-from pipelines.store_schema import (
-    Manifest,
-    TokenSample,
-    part_problem,
-    read_shard,
-    row_digest,
-    write_shard,
+from pipelines.rowfile import HEADER_BYTES, RowFile, StoreError, disk_errors
+from pipelines.store_recovery import (
+    clear_staging,
+    committed_samples,
+    intact_journal_rows,
+    next_shard,
+    reclaim_parts,
 )
+from pipelines.store_schema import Manifest, TokenSample, samples_table, write_shard
 
 PART_BYTES = 1 << 30
 _SYNC_SECONDS = 2.0  # a power loss costs at most this much finished work; a killed process costs none
-_PART_NAME = re.compile(r"shard-(\d{6})\.part-(\d{3})\.safetensors")
 
 
 class StoreWriter:
@@ -64,10 +62,8 @@ class StoreWriter:
         self._lock = self._take_lock()
         self.manifest = self._agree(manifest)
         self._width, self._dtype = self.manifest.feature_width, self.manifest.torch_dtype
-        self.done: set[str] = set()
-        self.dropped: set[str] = set()
-        self._load_committed(verify)
-        self._shard = 1 + max((_shard_number(file) for file in self._tables()), default=-1)
+        self.done, self.dropped = committed_samples(self.path, self.manifest, verify=verify)
+        self._shard = next_shard(self.path)
         self._rows: list[dict[str, Any]] = []
         self._sealed: dict[str, int] = {}  # part name -> rows, of the open shard
         self._part: RowFile | None = None
@@ -140,7 +136,7 @@ class StoreWriter:
         sync_folder(features)
         staged = staging / f"shard-{self._shard:06d}.arrow"
         with disk_errors(staged):
-            write_shard(staged, self._rows, self._sealed)
+            write_shard(staged, samples_table(self._rows), self._sealed)
         staged.rename(self.path / "samples" / staged.name)
         sync_folder(self.path / "samples")
         self._journal.close()
@@ -241,7 +237,7 @@ class StoreWriter:
             return manifest
         existing = Manifest.load(self.path)
         difference = existing.difference(manifest)
-        if difference and not self._tables() and not list((self.path / "staging").glob("*.journal")):
+        if difference and not next_shard(self.path) and not list((self.path / "staging").glob("*.journal")):
             manifest.save(self.path)  # an attempt that never got to its first sample binds nobody
             return manifest
         if difference:
@@ -251,79 +247,20 @@ class StoreWriter:
             )
         return existing
 
-    def _tables(self) -> list[Path]:
-        return sorted((self.path / "samples").glob("shard-*.arrow"))
-
-    def _load_committed(self, verify: bool) -> None:
-        """Fill `done`; drop samples whose table or part is damaged so that they are captured again."""
-        row_bytes = self._width * self._dtype.itemsize
-        features = self.path / "features"
-        for file in self._tables():
-            try:
-                table, parts = read_shard(file)
-            except StoreError:
-                file.unlink()  # its ids are unknown now; its parts become orphans and are removed below
-                continue
-            broken = {
-                name for name, rows in parts.items() if part_problem(features / name, rows, self.manifest)
-            }
-            good: list[dict[str, Any]] = []
-            bad: list[dict[str, Any]] = []
-            for row in table.to_pylist():
-                used = {segment["part"] for segment in row["segments"]}
-                damaged = bool(used & broken)
-                if verify and not damaged:
-                    damaged = row_digest(row) != row["digest"] or any(
-                        segment_digest(features / s["part"], s["part_row"], s["rows"], row_bytes)
-                        != s["sha256"]
-                        for s in row["segments"]
-                    )
-                (bad if damaged else good).append(row)
-            if bad:
-                self._rewrite_shard(file, good, parts)
-            self.dropped.update(row["id"] for row in bad)
-            self.done.update(row["id"] for row in good)
-        self._remove_orphans()
-
-    def _rewrite_shard(self, file: Path, rows: list[dict[str, Any]], parts: dict[str, int]) -> None:
-        """Replace a table by one without its damaged samples; unused parts are removed afterwards."""
-        used = {segment["part"] for row in rows for segment in row["segments"]}
-        if rows:
-            staged = self.path / "staging" / file.name
-            write_shard(staged, rows, {name: count for name, count in parts.items() if name in used})
-            staged.replace(file)
-        else:
-            file.unlink()
-        sync_folder(file.parent)
-
-    def _remove_orphans(self) -> None:
-        """Delete feature parts that no table names, unless their shard's journal can still claim them."""
-        named: set[str] = set()
-        for file in self._tables():
-            named.update(read_shard(file)[1])
-        for part in (self.path / "features").iterdir():
-            match = _PART_NAME.fullmatch(part.name)
-            journal = self.path / "staging" / f"shard-{match.group(1)}.journal" if match else None
-            if part.name not in named and not (journal and journal.exists()):
-                part.unlink()
-
     @property
     def _journal_path(self) -> Path:
         return self.path / "staging" / f"shard-{self._shard:06d}.journal"
 
     def _recover(self) -> None:
         """Continue the shard that a killed writer left: keep complete samples, cut what follows them."""
-        staging, features = self.path / "staging", self.path / "features"
-        for part in features.glob(f"shard-{self._shard:06d}.part-*"):
-            part.rename(staging / part.name)  # killed between renaming parts and the table
-        kept = self._checked_journal()
+        staging = self.path / "staging"
+        reclaim_parts(self.path, self._shard)
+        kept = intact_journal_rows(self._journal_path, self._width * self._dtype.itemsize)
         ends: dict[str, int] = {}
         for row in kept:
             for segment in row["segments"]:
                 ends[segment["part"]] = segment["part_row"] + segment["rows"]
-        for file in staging.iterdir():
-            if file.name != "lock" and file.name not in ends and file != self._journal_path:
-                _remove(file)
+        clear_staging(staging, keep={"lock", self._journal_path.name, *ends})
         names = sorted(ends)
         for name in names:
             rows = RowFile(staging / name, self._width, self._dtype)
@@ -336,27 +273,6 @@ class StoreWriter:
         self._rows = kept
         self.done.update(row["id"] for row in kept)
         self._journal_path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in kept))
-
-    def _checked_journal(self) -> list[dict[str, Any]]:
-        if not self._journal_path.exists():
-            return []
-        row_bytes = self._width * self._dtype.itemsize
-        kept: list[dict[str, Any]] = []
-        for line in self._journal_path.read_bytes().split(b"\n"):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break  # the line that was being written
-            intact = row_digest(row) == row["digest"] and all(
-                (self.path / "staging" / s["part"]).is_file()
-                and segment_digest(self.path / "staging" / s["part"], s["part_row"], s["rows"], row_bytes)
-                == s["sha256"]
-                for s in row["segments"]
-            )
-            if not intact:
-                break
-            kept.append(row)
-        return kept
 
 
 class SampleStream:
@@ -420,16 +336,3 @@ class SampleStream:
             writer._part = RowFile(writer.path / "staging" / begun[0], writer._width, writer._dtype)
         if writer._part is not None:
             writer._part.rewind(rows)
-
-
-def _shard_number(file: Path) -> int:
-    return int(file.stem.removeprefix("shard-"))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        for inner in path.iterdir():
-            _remove(inner)
-        path.rmdir()
-    else:
-        path.unlink()

@@ -171,13 +171,13 @@ def test_window_reads_touch_only_their_pages(tmp_path: Path) -> None:
     rows = 2**32 // (WIDTH * 4)
     table = next((path / "samples").iterdir())
     from pipelines.rowfile import _header  # the header of a part that was never written out
-    from pipelines.store_schema import write_shard
+    from pipelines.store_schema import samples_table, write_shard
 
     with part.open("r+b") as stream:
         stream.write(_header(rows, WIDTH, torch.float32))
         stream.truncate(1024 + rows * WIDTH * 4)
     row = tokens_of("x", 10).table_row(10, [{"part": part.name, "part_row": 0, "rows": 10, "sha256": ""}])
-    write_shard(table, [row], {part.name: rows})
+    write_shard(table, samples_table([row]), {part.name: rows})
     before = psutil.Process().memory_info().rss
     assert torch.equal(FeatureStore.open(path).rows(0, 2, 6), rows_of("x", 10)[2:6])
     assert psutil.Process().memory_info().rss - before < 2**26
