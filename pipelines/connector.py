@@ -141,13 +141,14 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         slots = slots.to(self._cache.device)
         rows_THD = self._cache[slots // self._block_size, :, slots % self._block_size]
         rows = rows_THD.flatten(1).to(self._dtype).to("cpu")
+        finite = bool(torch.isfinite(rows).all())  # once for the step; each request looks for itself if not
         at = 0
         for request_id, of in meta.slots.items():
             if request_id not in self._requests:
                 self._requests[request_id] = _RequestRows(
                     self._spool, request_id, self._dtype, self._part_bytes
                 )
-            self._requests[request_id].append(rows[at : at + len(of)])
+            self._requests[request_id].append(rows[at : at + len(of)], finite=finite)
             at += len(of)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -185,7 +186,7 @@ class _RequestRows:
         self._files: list[dict[str, Any]] = []
         self._error: str | None = None
 
-    def append(self, rows_TW: torch.Tensor) -> None:
+    def append(self, rows_TW: torch.Tensor, *, finite: bool) -> None:
         if self._error is not None:
             return
         try:
@@ -194,7 +195,7 @@ class _RequestRows:
             if self._open is None:
                 path = Path(f"{self._base}.{len(self._files):03d}.rows")
                 self._open = RowFile(path, rows_TW.shape[1], self._dtype, buffer_bytes=_BUFFER_BYTES)
-            self._open.append(rows_TW)
+            self._open.append(rows_TW, finite=finite)
         except StoreError as error:
             self._error = f"{type(error).__name__}: {error}"
 

@@ -71,8 +71,8 @@ class RowFile:
         self._segment_start = self.rows
         self._hash = hashlib.sha256()
 
-    def append(self, rows_TW: Tensor) -> None:
-        """Append [T, width] rows of any float dtype.
+    def append(self, rows_TW: Tensor, *, finite: bool = False) -> None:
+        """Append [T, width] rows of any float dtype; `finite` says that they have been checked.
 
         Raises:
             NonFiniteError: a row is not finite in the stored dtype; the message gives row and column.
@@ -81,9 +81,8 @@ class RowFile:
         rows_TW = rows_TW.detach().to(device="cpu", dtype=self.dtype).contiguous()
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self.width:
             raise StoreError(f"expected rows of width {self.width}, found shape {tuple(rows_TW.shape)}")
-        finite = torch.isfinite(rows_TW)
-        if not finite.all():
-            row, column = (~finite).nonzero()[0].tolist()
+        if not finite and not bool(torch.isfinite(rows_TW).all()):
+            row, column = (~torch.isfinite(rows_TW)).nonzero()[0].tolist()
             at = self.rows - self._segment_start + row
             raise NonFiniteError(
                 f"non-finite value ({rows_TW[row, column].item()}) in row {at}, column {column} "
