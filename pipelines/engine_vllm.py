@@ -237,7 +237,13 @@ class VllmEngine:
         causes = [match.group(1) for line in lines if (match := _ERROR_LINE.match(line))]
         if what.startswith("UnsupportedTargetError"):
             return EngineError(f"{what.partition(': ')[2]}; {_OTHER_BACKEND}")
-        if "EAGLE3 interface" in " ".join([what, *causes]):
+        told = " ".join([what, *causes])
+        if "EAGLE3 interface" in told:
             return EngineError(f"vLLM's class of this target gives no hidden states; {_OTHER_BACKEND}")
+        if "max seq len" in told:
+            return EngineError(
+                f"the key/value cache cannot hold a sequence of {self._settings['max_model_len']} tokens: "
+                f"lower --max-length or raise --kv-cache-gib ({self._log})"
+            )
         detail = "" if not causes or causes[-1] in what else f" - {causes[-1]}"
         return EngineError(f"vLLM failed: {what}{detail} (everything it printed: {self._log})")
