@@ -27,7 +27,7 @@ from pipelines.engine import Engine, EngineError, Job, Sampling
 from pipelines.engine_hf import HfEngine
 from pipelines.engine_vllm import VllmEngine, refuse_target
 from pipelines.files import write_text_atomically
-from pipelines.parity import PARITY_TOKENS, TOLERANCE, compare_rows, reference_states
+from pipelines.parity import PARITY_TOKENS, compare_rows, parity_tolerance, reference_states
 from pipelines.records import Rejection, read_records
 from pipelines.rowfile import DTYPES
 from pipelines.store import Manifest, StoreWriter
@@ -254,8 +254,8 @@ def _check_parity(
     rows = torch.cat(list(captured.rows(manifest.feature_width, manifest.torch_dtype)))
     captured.discard()
     states = reference_states(target, ids, manifest.target_dtype)
-    coarsest = max((manifest.torch_dtype, DTYPES[manifest.target_dtype]), key=TOLERANCE.__getitem__)
-    report = compare_rows(rows, manifest.target_layer_ids, states, TOLERANCE[coarsest])
+    tolerance = parity_tolerance(DTYPES[manifest.target_dtype], manifest.torch_dtype)
+    report = compare_rows(rows, manifest.target_layer_ids, states, tolerance)
     writer.describe(parity=report.to_dict())
 
 
