@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of one computation in two programs differ by rounding: SmolLM2 in bfloat16 by 0.2-0.6 % overall and 3.4 %
+# Rows of one computation in two programs differ by rounding: SmolLM2 in bfloat16 by 0.2-0.6 % overall, 3.4 %
 # in its worst row of layer 27, in float32 by 1e-6. One layer off is 55-85 %.
 _COMPUTING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 _STORING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # unit roundoff
