@@ -32,6 +32,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target") / "t", "qwen3", max_position_embeddings=4096)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other collapse when other tests run beside them."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def ids(seed: int, length: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
