@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention import KeyRanges, SoftmaxState, Upstream, accumulator
+from csbp.attention import SoftmaxState, Upstream, accumulator
+from csbp.tiles import KeyRanges
 from csbp.transport import BlockRows, Gradients, Wire
 
 
@@ -39,14 +40,14 @@ class ExchangeRoute:
             )
             for peer in self._peers(me)
         }
-        state = SoftmaxState.empty(rows.q_GNE)
+        state = SoftmaxState.empty(rows.q)
         rows.own_forward(state)
-        rows.backend.forward(state, rows.q_GNE, k_TGE, v_TGE, self.ranges[me])
+        rows.backend.forward(state, rows.q, k_TGE, v_TGE, self.ranges[me])
         kept = []
         for peer, flight in flights.items():
             (borrowed,) = flight.wait()
             kept.append(borrowed)
-            rows.backend.forward(state, rows.q_GNE, borrowed[0], borrowed[1], self.ranges[peer])
+            rows.backend.forward(state, rows.q, borrowed[0], borrowed[1], self.ranges[peer])
         return state, kept
 
     def backward(
@@ -59,18 +60,16 @@ class ExchangeRoute:
         kept: list[Tensor],
     ) -> Gradients:
         me = wire.grid.context_rank
-        dq = upstream.do_GNE.new_zeros(rows.q_GNE.shape, dtype=accumulator(rows.q_GNE))
+        dq = upstream.do.new_zeros(rows.q.shape, dtype=accumulator(rows.q))
         flights = {}
         for peer, borrowed in zip(self._peers(me), kept, strict=True):
-            part = rows.backend.backward(
-                dq, rows.q_GNE, upstream, borrowed[0], borrowed[1], self.ranges[peer]
-            )
+            part = rows.backend.backward(dq, rows.q, upstream, borrowed[0], borrowed[1], self.ranges[peer])
             flights[peer] = wire.post(
                 [(peer, torch.stack(part), "context_kv")],
                 [(peer, (2, self.lent[peer].numel(), *k_TGE.shape[1:]), dq)],
             )
         own_block = rows.own_backward(dq, upstream)
-        dk, dv = rows.backend.backward(dq, rows.q_GNE, upstream, k_TGE, v_TGE, self.ranges[me])
+        dk, dv = rows.backend.backward(dq, rows.q, upstream, k_TGE, v_TGE, self.ranges[me])
         for peer, flight in flights.items():
             (sums,) = flight.wait()
             dk.index_add_(0, self.lent[peer], sums[0])

@@ -35,7 +35,7 @@ class _Attend(torch.autograd.Function):
         rows = BlockRows(pack(q_ABHE, groups), k_ABGE, v_ABGE, mask_BB, B * H // groups, backend)
         state, kept = route.forward(wire, rows, k_TGE, v_TGE)
         output, lse = state.finish()
-        ctx.save_for_backward(rows.q_GNE, k_ABGE, v_ABGE, k_TGE, v_TGE, mask_BB, output, lse, *kept)
+        ctx.save_for_backward(rows.q, k_ABGE, v_ABGE, k_TGE, v_TGE, mask_BB, output, lse, *kept)
         ctx.route, ctx.backend, ctx.wire, ctx.heads, ctx.block_size = route, backend, wire, H, B
         return unpack(output, B, H).to(q_ABHE.dtype)
 
@@ -47,13 +47,13 @@ class _Attend(torch.autograd.Function):
         rows_of_a_block = ctx.block_size * ctx.heads // q.shape[0]
         rows = BlockRows(q, k_ABGE, v_ABGE, mask_BB, rows_of_a_block, ctx.backend)
         grads = ctx.route.backward(ctx.wire, rows, upstream, k_TGE, v_TGE, kept)
-        dq = unpack(grads.dq_GNE, ctx.block_size, ctx.heads)
+        dq = unpack(grads.dq, ctx.block_size, ctx.heads)
         return (
             dq.to(q.dtype),
-            grads.dk_ABGE.to(k_ABGE.dtype),
-            grads.dv_ABGE.to(v_ABGE.dtype),
-            grads.dk_TGE.to(k_TGE.dtype),
-            grads.dv_TGE.to(v_TGE.dtype),
+            grads.dk_block.to(k_ABGE.dtype),
+            grads.dv_block.to(v_ABGE.dtype),
+            grads.dk.to(k_TGE.dtype),
+            grads.dv.to(v_TGE.dtype),
             *(None,) * 4,
         )
 

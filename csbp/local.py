@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from csbp.attention import KeyRanges, SoftmaxState, Upstream, accumulator
+from csbp.attention import SoftmaxState, Upstream, accumulator
+from csbp.tiles import KeyRanges
 from csbp.transport import BlockRows, Gradients, Wire
 
 
@@ -26,9 +27,9 @@ class LocalRoute:
         self, wire: Wire, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor
     ) -> tuple[SoftmaxState, list[Tensor]]:
         del wire
-        state = SoftmaxState.empty(rows.q_GNE)
+        state = SoftmaxState.empty(rows.q)
         rows.own_forward(state)
-        rows.backend.forward(state, rows.q_GNE, k_TGE, v_TGE, self.ranges)
+        rows.backend.forward(state, rows.q, k_TGE, v_TGE, self.ranges)
         return state, []
 
     def backward(
@@ -41,6 +42,6 @@ class LocalRoute:
         kept: list[Tensor],
     ) -> Gradients:
         del wire, kept
-        dq = upstream.do_GNE.new_zeros(rows.q_GNE.shape, dtype=accumulator(rows.q_GNE))
-        dk, dv = rows.backend.backward(dq, rows.q_GNE, upstream, k_TGE, v_TGE, self.ranges)
+        dq = upstream.do.new_zeros(rows.q.shape, dtype=accumulator(rows.q))
+        dk, dv = rows.backend.backward(dq, rows.q, upstream, k_TGE, v_TGE, self.ranges)
         return Gradients(dq, *rows.own_backward(dq, upstream), dk, dv)

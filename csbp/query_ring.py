@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention import KeyRanges, SoftmaxState, Upstream, accumulator
+from csbp.attention import SoftmaxState, Upstream, accumulator
+from csbp.tiles import KeyRanges
 from csbp.transport import BlockRows, Gradients, Pending, Wire
 
 
@@ -29,8 +30,8 @@ class QueryRingRoute:
         self, wire: Wire, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor
     ) -> tuple[SoftmaxState, list[Tensor]]:
         ranks, me = len(self.blocks), wire.grid.context_rank
-        home = SoftmaxState.empty(rows.q_GNE)
-        query = rows.q_GNE
+        home = SoftmaxState.empty(rows.q)
+        query = rows.q
         kept: list[Tensor] = []
         behind: Pending | None = None
         for step in range(ranks):
@@ -61,17 +62,17 @@ class QueryRingRoute:
         kept: list[Tensor],
     ) -> Gradients:
         ranks, me = len(self.blocks), wire.grid.context_rank
-        dtype = accumulator(rows.q_GNE)
-        home = upstream.do_GNE.new_zeros(rows.q_GNE.shape, dtype=dtype)
+        dtype = accumulator(rows.q)
+        home = upstream.do.new_zeros(rows.q.shape, dtype=dtype)
         own_block = rows.own_backward(home, upstream)
         dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k_TGE, v_TGE))
-        statistics = torch.stack([upstream.delta_GN, upstream.lse_GN], -1)
-        visitor = torch.cat([upstream.do_GNE.to(dtype), statistics], -1)
+        statistics = torch.stack([upstream.delta, upstream.lse], -1)
+        visitor = torch.cat([upstream.do.to(dtype), statistics], -1)
         behind: Pending | None = None
         for step in range(ranks):
             owner = (me - step) % ranks
             ahead = self._shift(wire, visitor, owner - 1, rows.rows_of_a_block) if step + 1 < ranks else None
-            query = rows.q_GNE if step == 0 else kept[step - 1]
+            query = rows.q if step == 0 else kept[step - 1]
             dq = home if step == 0 else torch.zeros_like(query, dtype=dtype)
             arrived = Upstream(visitor[..., :-2], visitor[..., -2], visitor[..., -1])
             part = rows.backend.backward(dq, query, arrived, k_TGE, v_TGE, self.ranges[owner])
@@ -94,7 +95,7 @@ class QueryRingRoute:
 
 
 def _cargo(state: SoftmaxState) -> Tensor:
-    return torch.cat([state.numerator_GNE, state.max_GN[..., None], state.total_GN[..., None]], -1)
+    return torch.cat([state.numerator, state.max[..., None], state.total[..., None]], -1)
 
 
 def _loaded(flight: Pending) -> SoftmaxState:

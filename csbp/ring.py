@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csbp.attention import KeyRanges, SoftmaxState, Upstream, accumulator
+from csbp.attention import SoftmaxState, Upstream, accumulator
+from csbp.tiles import KeyRanges
 from csbp.transport import BlockRows, Gradients, Kind, Pending, Wire
 
 
@@ -41,13 +42,13 @@ class RingRoute:
         ranks, me = len(self.sizes), wire.grid.context_rank
         cargo = self._load(rows, k_TGE, v_TGE)
         kept: list[Tensor] = []
-        state = SoftmaxState.empty(rows.q_GNE)
+        state = SoftmaxState.empty(rows.q)
         for step in range(ranks):
             ahead = self._shift(wire, cargo, me - step - 1) if step + 1 < ranks else None
             if step == 0:
                 rows.own_forward(state)
             k, v = cargo[0]
-            rows.backend.forward(state, rows.q_GNE, k, v, self.ranges[(me - step) % ranks])
+            rows.backend.forward(state, rows.q, k, v, self.ranges[(me - step) % ranks])
             if ahead is not None:
                 cargo = ahead.wait()
                 kept += cargo if step < self.retain else []
@@ -63,7 +64,7 @@ class RingRoute:
         kept: list[Tensor],
     ) -> Gradients:
         ranks, me = len(self.sizes), wire.grid.context_rank
-        dq = upstream.do_GNE.new_zeros(rows.q_GNE.shape, dtype=accumulator(rows.q_GNE))
+        dq = upstream.do.new_zeros(rows.q.shape, dtype=accumulator(rows.q))
         own_block = rows.own_backward(dq, upstream)
         cargo = self._load(rows, k_TGE, v_TGE)
         home: list[Tensor] = []
@@ -72,7 +73,7 @@ class RingRoute:
             moves = self.retain < step + 1 < ranks
             ahead = self._shift(wire, cargo, me - step - 1) if moves else None
             k, v = cargo[0]
-            part = rows.backend.backward(dq, rows.q_GNE, upstream, k, v, self.ranges[(me - step) % ranks])
+            part = rows.backend.backward(dq, rows.q, upstream, k, v, self.ranges[(me - step) % ranks])
             # A visiting block's K/V are seen by none of this rank's blocks: their gradient travels as it
             # came.
             sums = [torch.stack(part), *(torch.zeros_like(block, dtype=dq.dtype) for block in cargo[1:])]
@@ -90,7 +91,7 @@ class RingRoute:
         if behind is not None:
             home = [mine.add_(theirs) for mine, theirs in zip(home, behind.wait(), strict=True)]
         if self.block_rows:
-            shape = rows.k_ABGE.shape
+            shape = rows.k.shape
             own_block = tuple(own + away.view(shape) for own, away in zip(own_block, home[1], strict=True))
         return Gradients(dq, *own_block, *home[0])
 
@@ -99,7 +100,7 @@ class RingRoute:
         context = torch.stack([k_TGE, v_TGE])
         if self.block_rows is None:
             return [context]
-        return [context, torch.stack([rows.k_ABGE.flatten(0, 1), rows.v_ABGE.flatten(0, 1)])]
+        return [context, torch.stack([rows.k.flatten(0, 1), rows.v.flatten(0, 1)])]
 
     def _shift(self, wire: Wire, cargo: Sequence[Tensor], owner: int) -> Pending:
         """Pass `cargo` to the right; receive `owner`'s of the same kind from the left."""

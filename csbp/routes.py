@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from csbp.attention import KeyRanges
 from csbp.exchange import ExchangeRoute
 from csbp.layout import BlockLayout
 from csbp.local import LocalRoute
@@ -16,6 +15,7 @@ from csbp.ownership import Ownership
 from csbp.query_ring import QueryRingRoute
 from csbp.ring import RingRoute
 from csbp.rows import RowSet
+from csbp.tiles import KeyRanges
 from csbp.transport import Route
 from csbp.visibility import key_ranges, seen
 from drafter.attention import LayerMask

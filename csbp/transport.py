@@ -131,34 +131,36 @@ class BlockRows:
     """The block side of one attention call.
 
     Attributes:
-        q_GNE: packed queries of this rank's blocks, unscaled.
-        k_ABGE: keys of the blocks' own rows.
-        v_ABGE: values of the blocks' own rows.
-        mask_BB: which slots of its own block a slot sees.
+        q: [G, N, E], packed queries of this rank's blocks, unscaled.
+        k: [A, B, G, E], keys of the blocks' own rows.
+        v: [A, B, G, E], values of the blocks' own rows.
+        mask: bool [B, B], which slots of its own block a slot sees.
         rows_of_a_block: packed rows of one block, B·M; a rank without blocks needs it too.
         backend: the kernels of context parts.
     """
 
-    q_GNE: Tensor
-    k_ABGE: Tensor
-    v_ABGE: Tensor
-    mask_BB: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor
     rows_of_a_block: int
     backend: Backend
 
     def own_forward(self, state: SoftmaxState) -> None:
-        own_block_forward(state, self.q_GNE, self.k_ABGE, self.v_ABGE, self.mask_BB)
+        own_block_forward(state, self.q, self.k, self.v, self.mask)
 
     def own_backward(self, dq_GNE: Tensor, upstream: Upstream) -> tuple[Tensor, Tensor]:
-        return own_block_backward(dq_GNE, self.q_GNE, upstream, self.k_ABGE, self.v_ABGE, self.mask_BB)
+        return own_block_backward(dq_GNE, self.q, upstream, self.k, self.v, self.mask)
 
 
 class Gradients(NamedTuple):
-    dq_GNE: Tensor
-    dk_ABGE: Tensor
-    dv_ABGE: Tensor
-    dk_TGE: Tensor
-    dv_TGE: Tensor
+    """Shapes as in `BlockRows`; dk and dv [T, G, E] are those of this rank's context rows."""
+
+    dq: Tensor
+    dk_block: Tensor
+    dv_block: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 class Route(Protocol):

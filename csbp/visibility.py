@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csbp.attention import KeyRanges
 from csbp.layout import BlockLayout
 from csbp.rows import RowSet
+from csbp.tiles import KeyRanges
 from drafter.attention import LayerMask
 
 

@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from csbp import attention
 from csbp.attention import (
-    KeyRanges,
     SoftmaxState,
     Upstream,
     own_block_backward,
@@ -16,7 +14,10 @@ from csbp.attention import (
 )
 from csbp.layout import BlockLayout
 from csbp.memory import PeakTracker
+from csbp.plan import plan_step
 from csbp.rows import RowSet
+from csbp.tiles import TILE_SIZES, KeyRanges
+from csbp.topology import Grid
 from csbp.visibility import first_visible, key_ranges
 from drafter.attention import LayerMask
 from drafter.dense import DenseAttention
@@ -79,9 +80,9 @@ PARTS = {
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("tile", [2**19, 8])
+@pytest.mark.parametrize("tile", [2**18, 8])
 def test_parts_add_up_to_attention_under_an_explicit_mask(mask, parts, tile, monkeypatch):
-    monkeypatch.setattr(attention, "TILE_SCORES", tile)
+    monkeypatch.setitem(TILE_SIZES, "cpu", TILE_SIZES["cpu"]._replace(scores=tile))
     q, kb, vb, k, v = tensors()
     do = torch.randn(A, B, H, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted, wanted_grads = dense(mask, q, kb, vb, k, v, do)
@@ -132,6 +133,29 @@ def test_a_window_is_measured_from_each_query_and_counts_it():
     assert first_visible(layout, LayerMask(4, causal=True)).tolist() == [[17, 18, 19, 20]]
 
 
+def test_a_block_moves_only_with_the_rows_it_may_see():
+    # two overlapping blocks 3 apart; the second starts inside the first (SpecForge issue 470)
+    layout = BlockLayout(torch.tensor([20, 23]), torch.tensor([5, 5]), 40, 8)
+    for mask in (LayerMask(None, causal=False), LayerMask(6, causal=True), LayerMask(6, causal=False)):
+        draw = torch.Generator().manual_seed(0)
+        leaves = [
+            torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
+            for shape in [(2, 8, H, E), (2, 8, G, E), (2, 8, G, E), (40, G, E), (40, G, E)]
+        ]
+        plan = plan_step(layout, [mask], Grid.single(), mode="query-sharded")
+        out = plan.attention()(0, *leaves)
+        for block, anchor in enumerate((20, 23)):
+            for slot in range(8):
+                grads = torch.autograd.grad(out[block, slot].sum(), leaves[1:], retain_graph=True)
+                own, _, context, _ = (grad.abs().flatten(-2).sum(-1) > 0 for grad in grads)
+                first = 5 if mask.window is None else max(5, anchor + slot - mask.window + 1)
+                assert context.nonzero().flatten().tolist() == list(range(first, anchor))
+                assert not own[1 - block].any()
+                last = slot if mask.causal else 7 if mask.window is None else min(7, slot + mask.window - 1)
+                nearest = 0 if mask.window is None else max(0, slot - mask.window + 1)
+                assert own[block].nonzero().flatten().tolist() == list(range(nearest, last + 1))
+
+
 def test_tiles_cover_every_visible_pair_once_and_waste_little():
     draw = torch.Generator().manual_seed(3)
     layout = BlockLayout(
@@ -146,10 +170,10 @@ def test_tiles_cover_every_visible_pair_once_and_waste_little():
         area = 0
         for tile in ranges.tiles(24):
             inside = slice(tile.first, tile.last)
-            lo, hi = ranges.lo_AB[inside, 0].clamp(min=tile.lo), ranges.hi_A[inside].clamp(max=tile.hi)
+            lo, hi = ranges.lo[inside, 0].clamp(min=tile.lo), ranges.hi[inside].clamp(max=tile.hi)
             covered[inside] += (hi - lo).clamp(min=0)
             area += (tile.last - tile.first) * (tile.hi - tile.lo)
-        visible = ranges.hi_A - ranges.lo_AB[:, 0]
+        visible = ranges.hi - ranges.lo[:, 0]
         assert torch.equal(covered, visible)
         assert area <= bound * int(visible.sum())
 
@@ -170,7 +194,7 @@ def test_memory_is_bounded_by_a_tile_not_by_rows_times_keys():
         part_forward(state, packed, k, v, ranges)
     scores = 4 * blocks * B * H * length
     # one tile of scores, its mask and a tile's worth of rescaled sums
-    assert peak.peak_bytes < 3 * 4 * attention.TILE_SCORES < scores / 5
+    assert peak.peak_bytes < 6 * 4 * TILE_SIZES["cpu"].scores < scores / 5
 
 
 def test_no_blocks_and_no_rows_are_allowed():
