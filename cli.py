@@ -224,6 +224,16 @@ def device(options: Any, json_file: JsonFile = None) -> None:
     _show(result, "pipelines.bench_device:render_bench_device", json_file)
 
 
+@_job("pipelines.bench_memory:BenchMemoryOptions", group=bench)
+def memory(options: Any, json_file: JsonFile = None) -> None:
+    """Peak memory of real small steps beside the planner's estimate.
+
+    Example: python cli.py bench memory --json memory.json
+    """
+    result = _load("pipelines.bench_memory:run_bench_memory")(options)
+    _show(result, "pipelines.bench_memory:render_bench_memory", json_file)
+
+
 @_job("pipelines.bench_exactness:ExactnessOptions", group=bench)
 def exactness(options: Any, json_file: JsonFile = None) -> None:
     """Loss and every gradient on real ranks against the one-rank reference; exit 1 beyond the tolerance.
