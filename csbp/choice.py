@@ -6,6 +6,7 @@ the same combinations with the same numbers, so they choose alike without a word
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -94,17 +95,17 @@ def price(layout: BlockLayout, masks: Sequence[LayerMask], cost: StepCost, choic
     work = torch.tensor([cost.block * b.numel() for b in ownership.blocks], dtype=torch.float64)
     rows = [RowSet.of([]) for _ in range(ranks)]
     lockstep = 0.0
-    for mask, transport in zip(masks, choice.transports, strict=True):
+    for (mask, transport), layers in Counter(zip(masks, choice.transports, strict=True)).items():
         projected = [builder.projected(rank, mask, transport) for rank in range(ranks)]
         rows = [a.union(b) for a, b in zip(rows, projected, strict=True)]
-        work += cost.projection * torch.tensor([len(p) for p in projected], dtype=torch.float64)
-        pairs = cost.pair * _pairs(layout, mask, ownership, transport)
+        work += layers * cost.projection * torch.tensor([len(p) for p in projected], dtype=torch.float64)
+        pairs = layers * cost.pair * _pairs(layout, mask, ownership, transport)
         if transport in ("ring", "query-ring"):
             rank = torch.arange(ranks)
             lockstep += sum(float(pairs[rank, (rank - step) % ranks].max()) for step in range(ranks))
         else:
             work += pairs.sum(1)
-        work += cost.byte * _bytes(layout, mask, cost, ownership, projected, transport)
+        work += layers * cost.byte * _bytes(layout, mask, cost, ownership, projected, transport)
     work += cost.row * torch.tensor([len(r) for r in rows], dtype=torch.float64)
     return float(work.max()) + lockstep
 
@@ -144,7 +145,7 @@ def _bytes(
     reached = [seen(layout, mask, blocks) for blocks in ownership.blocks]
     moved = torch.tensor(
         [
-            [0 if p == q else len(shard.intersection(reach)) for q, reach in enumerate(reached)]
+            [0 if p == q else shard.overlap(reach) for q, reach in enumerate(reached)]
             for p, shard in enumerate(ownership.shards)
         ],
         dtype=torch.float64,

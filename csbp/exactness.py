@@ -50,6 +50,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "query-sharded": {"mode": "query-sharded"},
 }
 
+REPLICA_PLANS = ("auto", "replicated")
+
 
 class ExactStep(Protocol):
     """A drafter with the features and labels of one layout; the same numbers on every rank.
@@ -130,7 +132,9 @@ def check_rank(
         grid = Grid.from_environment(ranks)
         for scenario, layout in layouts(ranks).items():
             for kind, masks in MASKS.items():
-                plans = PLANS if ranks > 1 else {"auto": {}}
+                # several replicas add nothing to a transport; they prove the rule for losses and gradients
+                names = PLANS if ranks == grid.world > 1 else REPLICA_PLANS
+                plans = {name: PLANS[name] for name in names}
                 cases = {f"{scenario} | {kind} | {plan}": options for plan, options in plans.items()}
                 cases = {
                     name: options for name, options in cases.items() if any(text in name for text in only)

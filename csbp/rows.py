@@ -79,6 +79,10 @@ class RowSet:
         both = (self.rank_of(hi) - self.rank_of(lo) > 0) & (other.rank_of(hi) - other.rank_of(lo) > 0)
         return RowSet.union_of(lo[both], hi[both])
 
+    def overlap(self, other: RowSet) -> int:
+        """How many rows both hold."""
+        return int((self.rank_of(other.stops) - self.rank_of(other.starts)).sum())
+
     def union(self, other: RowSet) -> RowSet:
         return RowSet.union_of(torch.cat([self.starts, other.starts]), torch.cat([self.stops, other.stops]))
 

@@ -26,6 +26,7 @@ def test_union_and_intersection_are_those_of_sets(a, b):
     one, other = RowSet.of(a), RowSet.of(b)
     assert one.union(other).indices().tolist() == members(a + b)
     assert one.intersection(other).indices().tolist() == sorted({*members(a)} & {*members(b)})
+    assert one.overlap(other) == len({*members(a)} & {*members(b)})
 
 
 @given(ranges)
