@@ -41,14 +41,14 @@ $(DEMO)/prompts/train.jsonl: | $(STAMP)
 
 $(DEMO)/capture.json: $(DEMO)/target.json $(DEMO)/prompts/train.jsonl
 	$(PY) cli.py capture --target $(DEMO)/target --data $(DEMO)/prompts/train.jsonl --out $(DEMO)/store \
-		--regenerate --max-new-tokens 112 --json $@
+		--regenerate --max-new-tokens 96 --json $@
 
 $(DEMO)/train.json: $(DEMO)/capture.json recipes/demo.yaml
 	$(PY) cli.py train recipes/demo.yaml --json $@
 
 $(DEMO)/eval.json: $(DEMO)/train.json
 	$(PY) cli.py eval --target $(DEMO)/target --drafter demo=$(DEMO)/run/export/best \
-		--data $(DEMO)/prompts/heldout.jsonl --limit 24 --max-new-tokens 96 --block 4 --out $(DEMO)/report --json $@
+		--data $(DEMO)/prompts/heldout.jsonl --limit 18 --max-new-tokens 64 --block 4 --out $(DEMO)/report --json $@
 
 clean-demo:
 	rm -rf $(DEMO)

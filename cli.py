@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -258,8 +259,17 @@ def csbp(options: Any, json_file: JsonFile = None) -> None:
         raise typer.Exit(1)
 
 
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    for name in HOUSE:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+
+
 def main() -> None:
     """Run a command; an error of this project is one message and an exit code, anything else a traceback."""
+    _log_to_stderr()
     try:
         app()
     except Exception as error:

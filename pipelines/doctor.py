@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.markup import escape
 from rich.table import Table
 
 # Package -> what stops working without it, and the command that brings it.
@@ -125,9 +126,9 @@ def render_doctor(diagnosis: Diagnosis) -> Table:
     table.add_row("disk free", f"{diagnosis.disk_free_gib} GiB")
     for name, version in diagnosis.versions.items():
         use, command = PACKAGES[name]
-        table.add_row(name, version or f"missing ({use}): {command}")
+        table.add_row(name, version or escape(f"missing ({use}): {command}"))
     for line in diagnosis.fixed:
         table.add_row("fixed", line)
     for line in diagnosis.problems:
-        table.add_row("problem", line)
+        table.add_row("problem", escape(line))
     return table
