@@ -6,6 +6,7 @@ Shape legend: V vocabulary, D hidden, A blocks, B rows of a block.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +31,14 @@ class FrozenHead:
         head: [V, D], rows that hidden states are scored against; the same tensor when the target ties them.
         frequent_ids: int64 [n], the tokens that occur most in the training responses, the most frequent one
             first. Only a sampled-vocabulary loss reads them.
+        product: rows [R, D] -> their products with the whole of `head`, [R, V], by a kernel that suits a few
+            rows. Drafting takes it in place of its own product; losses never do.
     """
 
     embedding: Tensor
     head: Tensor
     frequent_ids: Tensor | None = None
+    product: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path, dtype: torch.dtype | None = None) -> FrozenHead:
@@ -64,7 +68,7 @@ class FrozenHead:
         return cls(embedding=embedding, head=head)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FrozenHead:
-        """Return the tables elsewhere; tied ones stay one tensor."""
+        """Return the tables elsewhere, without `product`; tied ones stay one tensor."""
         embedding = self.embedding.to(device=device, dtype=dtype)
         head = embedding if self.head is self.embedding else self.head.to(device=device, dtype=dtype)
         frequent = None if self.frequent_ids is None else self.frequent_ids.to(device)

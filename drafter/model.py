@@ -161,10 +161,12 @@ class Drafter(nn.Module):
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         """Project taps, side by side in `target_layer_ids` order, to context rows [T, D] of all layers."""
-        weight = self.fc.weight if self.feature_scale is None else self.fc.weight * self.feature_scale
         if not torch.is_autocast_enabled(features_TF.device.type):
-            features_TF = features_TF.to(weight.dtype)  # autocast would only halve them again
-        context_TD: Tensor = self.hidden_norm(F.linear(features_TF, weight))
+            features_TF = features_TF.to(self.fc.weight.dtype)  # autocast would only halve them again
+        if self.feature_scale is None:
+            context_TD: Tensor = self.hidden_norm(self.fc(features_TF))
+        else:
+            context_TD = self.hidden_norm(F.linear(features_TF, self.fc.weight * self.feature_scale))
         return context_TD
 
     def forward(

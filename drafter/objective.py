@@ -251,7 +251,7 @@ def _selector_sums(
     rows_MD, labels_M = hidden_ABD[:, 1:][seen_AK], labels_AK[seen_AK]
     candidates_Mk = top_k(
         rows_MD.detach(),
-        head.head,
+        head,
         drafter.config.selector_top_k,
         row_tile=objective.row_tile,
         vocabulary_tile=objective.vocabulary_tile,

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from drafter.objective import leading_run
-from drafter.vocabulary import LogitScale, candidate_logits, top_k
+from drafter.vocabulary import LogitScale, all_logits, candidate_logits, top_k
 
 
 @dataclass
@@ -57,14 +57,12 @@ def propose(
         generator: source of randomness.
     """
     rows_AKD = hidden_ABD[:, 1:]
-    scale = LogitScale.of(drafter.config)
     if drafter.candidate_selector is not None:
         return _walk(drafter, rows_AKD, anchor_ids_A, head, temperature, generator)
     if temperature <= 0:
-        best = top_k(rows_AKD.flatten(0, 1), head.head, 1)
+        best = top_k(rows_AKD.flatten(0, 1), head, 1)
         return Proposal(best.view(rows_AKD.shape[:2]))
-    wide = torch.promote_types(rows_AKD.dtype, torch.float32)
-    logits_AKV = scale(rows_AKD.to(wide) @ head.head.to(wide).T)
+    logits_AKV = all_logits(rows_AKD, head, LogitScale.of(drafter.config))
     probabilities = torch.softmax(logits_AKV / temperature, -1)
     return Proposal(_draw(probabilities, generator), None, probabilities)
 
@@ -80,7 +78,7 @@ def _walk(
     assert drafter.candidate_selector is not None
     shape = (*rows_AKD.shape[:2], drafter.config.selector_top_k)
     flat = rows_AKD.flatten(0, 1)
-    candidates = top_k(flat, head.head, shape[2])
+    candidates = top_k(flat, head, shape[2])
     unary_AKk = candidate_logits(flat, head, candidates, LogitScale.of(drafter.config)).view(shape)
     candidates_AKk = candidates.view(shape)
     previous_A, path, drawn_from = anchor_ids_A, [], []

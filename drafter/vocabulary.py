@@ -7,11 +7,13 @@ values: two products with the head in all, and a backward pass that only scales 
 gradient. Every other loss on hard labels is a function of CE alone (p_gold = exp(-CE)), so autograd does the
 rest.
 
-Shape legend: M rows, V vocabulary (or its sampled part), D hidden, k candidates, m rows of a tile.
+Shape legend: M rows, V vocabulary (or its sampled part), D hidden, k candidates, m rows of a tile, v columns
+of a tile, c chunks, w columns of a chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +194,7 @@ class _RowTile:
 @torch.no_grad()
 def top_k(
     hidden_MD: Tensor,
-    head_VD: Tensor,
+    head: FrozenHead,
     k: int,
     *,
     row_tile: int = ROW_TILE,
@@ -200,23 +202,55 @@ def top_k(
 ) -> Tensor:
     """Return int64 [M, k], the k best tokens of each row over the whole vocabulary, best first.
 
-    A positive multiplier and the soft cap are monotone, so the products alone decide the order.
+    A positive multiplier and the soft cap are monotone, so the products alone decide the order. Where
+    `head.product` exists a tile is as wide as the vocabulary.
     """
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         for rows in _tiles(len(hidden_MD), row_tile):
+            if head.product is not None:
+                ids_Mk[rows] = largest(head.product(hidden_MD[rows]), k)[1]
+                continue
             hidden_mD = hidden_MD[rows].to(wide)
             best = hidden_mD.new_empty(len(hidden_mD), 0)
             ids = ids_Mk.new_empty(len(hidden_mD), 0)
-            for columns in _tiles(len(head_VD), vocabulary_tile):
-                products_mv = _product(hidden_mD, head_VD[columns].T)
-                values, places = products_mv.topk(min(k, products_mv.shape[1]), dim=1)
+            for columns in _tiles(len(head.head), vocabulary_tile):
+                values, places = largest(_product(hidden_mD, head.head[columns].T), k)
                 best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
                 best, places = best.topk(min(k, best.shape[1]), dim=1)
                 ids = ids.gather(1, places)
             ids_Mk[rows] = ids
     return ids_Mk
+
+
+def largest(values_mv: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest values of each row (all, where there are fewer), largest first, and their columns.
+
+    The same as `torch.topk`, in one pass over the values: the k largest lie in the k chunks with the largest
+    maxima, so only those chunks are sorted. Columns c, c + chunks, c + 2 * chunks, ... make up chunk c.
+    """
+    width = values_mv.shape[1]
+    chunk = math.isqrt(width // k)  # makes the two things to sort, c maxima and k * w values, equally long
+    chunks = width // max(chunk, 1)
+    if chunk < 4 or chunks <= k:
+        return values_mv.topk(min(k, width), dim=1)
+    peaks_mc = values_mv[:, : chunk * chunks].unflatten(1, (chunk, chunks)).amax(1)
+    chosen_mk = peaks_mc.topk(k, dim=1, sorted=False).indices
+    steps_w = torch.arange(0, chunk * chunks, chunks, device=values_mv.device)
+    columns_mn = (chosen_mk.unsqueeze(2) + steps_w).flatten(1)
+    rest = torch.arange(chunk * chunks, width, device=values_mv.device)
+    columns_mn = torch.cat((columns_mn, rest.expand(len(values_mv), -1)), 1)
+    values_mk, order_mk = values_mv.gather(1, columns_mn).topk(k, dim=1)
+    return values_mk, columns_mn.gather(1, order_mk)
+
+
+def all_logits(hidden: Tensor, head: FrozenHead, scale: LogitScale) -> Tensor:
+    """Return the logits [..., V] of all tokens for rows [..., D]: for a few rows."""
+    if head.product is not None:
+        return scale(head.product(hidden))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return scale(hidden.to(wide) @ head.head.to(wide).T)
 
 
 def candidate_logits(hidden_MD: Tensor, head: FrozenHead, ids_Mk: Tensor, scale: LogitScale) -> Tensor:

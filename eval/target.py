@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafter.frozen import FrozenHead
 from eval.errors import EvalError
 from eval.folded_attention import register
 from eval.kv_cache import open_cache
-from eval.prepack import can_prepack, prepack_linears
+from eval.prepack import PackedLinear, can_prepack, prepack_linears
 
 _PREFILL_ROWS = 4096  # bounds the activations of a long prompt
 
@@ -79,6 +80,17 @@ class Target:
         """The table of the output projection, [V, D]."""
         table: Tensor = self.model.get_output_embeddings().weight
         return table
+
+    @property
+    def head_product(self) -> Callable[[Tensor], Tensor] | None:
+        """The packed product with `head_weight`, [..., D] -> [..., V]; None where there is none."""
+        head = self.model.get_output_embeddings()
+        return head if isinstance(head, PackedLinear) and head.bias is None else None
+
+    @property
+    def frozen_head(self) -> FrozenHead:
+        """The two tables that drafters share, with this target's own kernel for the output projection."""
+        return FrozenHead(self.embedding.detach(), self.head_weight.detach(), product=self.head_product)
 
     @property
     def max_positions(self) -> int:

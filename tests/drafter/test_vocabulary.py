@@ -9,9 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drafter.frozen import FrozenHead
 from drafter.vocabulary import (
     LogitScale,
+    all_logits,
     candidate_logits,
     cross_entropy,
     full_vocabulary,
+    largest,
     sampled_vocabulary,
     top_k,
 )
@@ -112,21 +114,62 @@ def test_no_tensor_exceeds_the_tile():
             hidden, full_vocabulary(labels, head), LogitScale(1.0, 30.0), row_tile=16, vocabulary_tile=128
         )
         ce.sum().backward()
-        top_k(hidden, head.head, 16, row_tile=16, vocabulary_tile=128)
+        top_k(hidden, head, 16, row_tile=16, vocabulary_tile=128)
     assert largest.numel <= 16 * 128
 
 
 @pytest.mark.parametrize("tiles", [(4, 10), (100, 1000), (3, 2)])
 def test_top_k_is_exact_over_the_whole_vocabulary(tiles):
     hidden, head, _ = problem()
-    ids = top_k(hidden, head.head, 6, row_tile=tiles[0], vocabulary_tile=tiles[1])
+    ids = top_k(hidden, head, 6, row_tile=tiles[0], vocabulary_tile=tiles[1])
     assert torch.equal(ids, (hidden @ head.head.T).topk(6, 1).indices)
+
+
+@pytest.mark.parametrize("k", [1, 3, 16])
+@pytest.mark.parametrize("width", [1, 15, 17, 255, 256, 257, 1000, 4099])
+@pytest.mark.parametrize("order", ["random", "ascending", "descending"])
+def test_largest_equals_topk(k, width, order):
+    values = torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    if order != "random":
+        values = values.sort(dim=1, descending=order == "descending").values
+    found, columns = largest(values, k)
+    expected = values.topk(min(k, width), dim=1)
+    assert torch.equal(found, expected.values)
+    assert torch.equal(columns, expected.indices)
+
+
+def test_largest_of_ties_are_distinct_columns_with_the_right_values():
+    values = torch.randint(4, (6, 5000), generator=torch.Generator().manual_seed(0)).float()
+    found, columns = largest(values, 16)
+    assert torch.equal(found, values.topk(16).values)
+    assert torch.equal(found, values.gather(1, columns))
+    assert all(len(set(row)) == 16 for row in columns.tolist())
+
+
+def test_largest_of_no_rows_is_empty():
+    assert [t.shape for t in largest(torch.empty(0, 5000), 16)] == [(0, 16)] * 2
+
+
+def test_drafting_takes_the_heads_own_product():
+    hidden, head, _ = problem(rows=7, vocabulary=3000)
+    seen = []
+
+    def product(rows):
+        seen.append(len(rows))
+        return rows @ head.head.T
+
+    faster = FrozenHead(head.embedding, head.head, product=product)
+    assert torch.equal(top_k(hidden, faster, 16), top_k(hidden, head, 16))
+    scale = LogitScale(0.7, 5.0)
+    torch.testing.assert_close(all_logits(hidden, faster, scale), all_logits(hidden, head, scale))
+    assert seen == [7, 7]
+    assert faster.to(dtype=torch.float32).product is None
 
 
 def test_candidate_logits_and_their_gradient_equal_dense_gathers():
     hidden, head, _ = problem(rows=300)
     scale = LogitScale(0.7, 5.0)
-    ids = top_k(hidden, head.head, 4)
+    ids = top_k(hidden, head, 4)
     weights = torch.randn(300, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits = candidate_logits(hidden, head, ids, scale)
     (logits * weights).sum().backward()

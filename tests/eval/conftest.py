@@ -12,7 +12,6 @@ from transformers import (
 )
 
 from drafter.config import DrafterConfig
-from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from eval.block_drafter import BlockDrafter
 from eval.folded_attention import register
@@ -112,7 +111,7 @@ def tiny_drafter(target, version=2, block=8, **overrides):
 
 
 def head_of(target):
-    return FrozenHead(target.embedding.detach(), target.head_weight.detach())
+    return target.frozen_head
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache
 
+from eval.block_drafter import BlockDrafter
 from eval.decode import Limits, decode_plain, decode_speculative
 from eval.folded_attention import folded_attention
 from eval.kv_cache import RoomyLayer, open_cache
@@ -13,7 +14,7 @@ from eval.lookup import LookupDrafter
 from eval.prepack import PackedLinear, can_prepack, prepack_linears
 from eval.sampling import Sampling
 from eval.target import Target
-from tests.eval.conftest import tiny_model
+from tests.eval.conftest import tiny_drafter, tiny_model
 
 needs_packing = pytest.mark.skipif(
     not can_prepack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN kernels"
@@ -55,6 +56,37 @@ def test_speculative_tokens_equal_plain_tokens_with_packed_weights(monkeypatch):
         decode_speculative(target, drafter, prompt, **settings).ids
         == decode_plain(target, prompt, **settings).ids
     )
+
+
+@needs_packing
+@pytest.mark.parametrize("version", [1, 2])
+def test_drafts_with_packed_weights_equal_those_without(monkeypatch, version):
+    plain = Target(tiny_model("qwen3"))
+    assert plain.frozen_head.product is None
+    monkeypatch.setattr("eval.prepack._MIN_WEIGHTS", 1)
+    packed = Target(tiny_model("qwen3"))
+    prepack_linears(packed.model)
+    calls = []
+    forward = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: calls.append(self) or forward(self, x))
+    runs = []
+    for target in (plain, packed):
+        model = tiny_drafter(target, version=version, dtype="float32")
+        if target is packed:
+            prepack_linears(model)
+        drafter = BlockDrafter(model, target.frozen_head, name="tiny")
+        drafts = []
+        for anchor in range(20):
+            drafter.start([], Sampling(), None)
+            drafter.prefill(
+                torch.randn(9, model.config.feature_width, generator=torch.Generator().manual_seed(anchor))
+            )
+            calls.clear()
+            drafts.append(drafter.draft(torch.tensor([anchor]), 7).ids.tolist())
+        runs.append(drafts)
+    assert runs[0] == runs[1]
+    assert model.fc in calls
+    assert packed.model.lm_head in calls
 
 
 def test_packing_is_for_cpus_and_known_dtypes():
