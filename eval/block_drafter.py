@@ -5,13 +5,16 @@ Shape legend: T context rows, R new rows, F feature width, D hidden size, K draf
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafter.cache import DraftCache, draft_hidden
+from drafter.config import DrafterConfig
 from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from drafter.proposal import propose
@@ -71,6 +74,21 @@ class BlockDrafter:
             return Draft(proposal.ids[0])
         candidates = None if proposal.candidates is None else proposal.candidates[0]
         return Draft(proposal.ids[0], proposal.probabilities[0], candidates)
+
+
+def read_config(directory: Path) -> DrafterConfig:
+    """The config of a drafter on disk, without its weights.
+
+    Raises:
+        EvalError: no config.json there.
+        ConfigError: one that is not a drafter's.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise EvalError(
+            f"expected a drafter's config.json in {directory}, found none; give its export folder"
+        )
+    return DrafterConfig.from_dict(json.loads(path.read_text()))
 
 
 def without_dflash2(model: Drafter) -> Drafter:

@@ -73,13 +73,24 @@ def build_report(
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write `report.json`, `report.md` and the plots into `out`."""
+    """Write the plots, `report.md` and at last `report.json` into `out`: where that is, all of them are."""
     from eval.plots import write_plots
     from eval.report_text import markdown
 
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     plots = write_plots(report, out)
     (out / "report.md").write_text(markdown(report, plots), encoding="utf-8")
+    partial = out / "report.json.partial"
+    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out / "report.json")
+
+
+def read_report(out: Path) -> Report | None:
+    """The finished report in a folder; None where there is none of this schema version."""
+    path = out / "report.json"
+    if not path.is_file():
+        return None
+    report: Report = json.loads(path.read_text(encoding="utf-8"))
+    return report if report["schema_version"] == SCHEMA_VERSION else None
 
 
 def _prompts(responses: Sequence[Response], failures: Sequence[Response]) -> Report:

@@ -222,7 +222,7 @@ def _run(report: Report) -> list[str]:
         "seed",
         "repeats",
         "template_args",
-        "stop_ids",
+        "stop",
         "attention",
         "prepack",
     )

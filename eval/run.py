@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,15 +25,14 @@ from rich.progress import (
 )
 
 from drafter.checkpoint import load_drafter
-from drafter.frozen import FrozenHead
-from eval.block_drafter import BlockDrafter, without_dflash2
+from eval.block_drafter import BlockDrafter, read_config, without_dflash2
 from eval.decode import Drafter, Limits
 from eval.errors import EvalError
 from eval.lookup import LookupDrafter
 from eval.measure import TIE_BOUNDS, Bench, measure
 from eval.prepack import can_prepack, prepack_linears
 from eval.prompts import Prompt, load_prompts
-from eval.report import build_report, write_report
+from eval.report import build_report, read_report, write_report
 from eval.responses import PLAIN, Response, ResponseFile, failed
 from eval.sampling import Sampling
 from eval.target import Target
@@ -71,9 +70,10 @@ class EvalOptions(BaseModel):
         ge=2,
         description="Rows of a block, anchor included; default: as each drafter was trained",
     )
-    baseline: list[Literal["lookup", "v1"]] = Field(
+    baseline: list[Literal["lookup", "v1", "none"]] = Field(
         default=["lookup"],
-        description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector",
+        description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector; none: "
+        "only plain decoding and the drafters",
     )
     repeats: int = Field(default=1, ge=1, description="Timed runs of every method on every prompt")
     seed: int = Field(default=0, description="Of prompt choice, sampling and resampling")
@@ -87,6 +87,15 @@ class EvalOptions(BaseModel):
     stop: bool = Field(default=True, description="End responses at the target's stop tokens")
     out: Path = Field(default=Path("runs/eval"), description="Folder of responses, report and plots")
 
+    @field_validator("baseline")
+    @classmethod
+    def _none_stands_alone(cls, baseline: list[str]) -> list[str]:
+        if "none" in baseline and len(baseline) > 1:
+            raise ValueError(
+                f"`none` beside other baselines ({', '.join(baseline)}): give `none` or the others"
+            )
+        return [name for name in baseline if name != "none"]
+
     def torch_device(self) -> torch.device:
         """The device that `device` names."""
         if self.device == "auto":
@@ -97,8 +106,9 @@ class EvalOptions(BaseModel):
 def run_eval(options: EvalOptions) -> dict[str, Any]:
     """Decode all prompts with all methods, then write and return the report.
 
-    An evaluation that was killed continues where it stopped when it is started again with the same options. A
-    prompt that fails is recorded, reported and tried again by the next run; the others keep their results.
+    An evaluation that was killed continues where it stopped when it is started again with the same options;
+    one that is finished returns its report as it is. A prompt that fails is recorded, reported and tried
+    again by the next run; the others keep their results.
 
     Raises:
         EvalError: options that cannot be evaluated, or not one prompt that could be decoded.
@@ -110,8 +120,8 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
         p for source in options.data for p in load_prompts(source, limit=options.limit, seed=options.seed)
     ]
     prompts = list({prompt.key: prompt for prompt in loaded}.values())
-    bench = _set_up(options, checkpoint)
-    settings = _settings(options, checkpoint, bench)
+    asked = hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
+    settings = _settings(options, checkpoint)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -121,11 +131,16 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     missing = [(place, prompt) for place, prompt in enumerate(prompts) if prompt.key not in done]
     if len(missing) < len(prompts):
         log.info("%d of %d prompts are already in %s", len(prompts) - len(missing), len(prompts), file.path)
-    if missing:
+    if not missing:
+        report = read_report(options.out)
+        if report is not None and (report["settings"]["hash"], report["run"].get("asked")) == (digest, asked):
+            return report
+    else:
+        bench = _set_up(options, checkpoint)
         _warm_up(bench, missing[0][1])
-    for response in _measure_all(bench, missing):
-        file.append(response)
-        done[response.key] = response
+        for response in _measure_all(bench, missing):
+            file.append(response)
+            done[response.key] = response
 
     responses = [done[prompt.key] for prompt in prompts]
     decoded = [response for response in responses if response.error is None]
@@ -134,15 +149,16 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     report = build_report(
         decoded,
         [response for response in responses if response.error is not None],
-        methods=bench.methods,
+        methods=[PLAIN, *settings["methods"]],
         seed=options.seed,
-        greedy=bench.sampling.greedy,
-        tie_bound=bench.tie_bound,
+        greedy=options.temperature <= 0,
+        tie_bound=TIE_BOUNDS[getattr(torch, options.dtype)],
     )
     report["settings"] = {"hash": digest, **settings}
     report["run"] = {
         "command": sys.argv,
         "out": str(options.out),
+        "asked": asked,
         "started": started,
         "seconds": time.time() - started,
         **_machine(options),
@@ -151,32 +167,57 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     return report
 
 
+def _blocks(options: EvalOptions) -> dict[str, int]:
+    """Every speculative method, in the order to show them, and the rows of its block.
+
+    Raises:
+        EvalError: no method, or two of one name.
+    """
+    blocks: list[tuple[str, int]] = []
+    if "lookup" in options.baseline:
+        blocks.append(("lookup", options.block or _DEFAULT_BLOCK))
+    for given in options.drafter:
+        name, folder = _named(given)
+        config = read_config(folder)
+        block = options.block or config.block_size
+        blocks.append((name, block))
+        if "v1" in options.baseline and config.version == 2:
+            blocks.append((f"{name} as v1", block))
+    names = [PLAIN, *(name for name, _ in blocks)]
+    if len(names) == 1:
+        raise EvalError("nothing to compare with plain decoding: give a drafter or the baseline `lookup`")
+    if len(set(names)) < len(names):
+        raise EvalError(f"two methods share a name among {', '.join(names)}; give drafters as NAME=DIRECTORY")
+    return dict(blocks)
+
+
+def _named(given: str) -> tuple[str, Path]:
+    """Split NAME=DIRECTORY; a directory alone is named by its last part."""
+    name, _, place = given.rpartition("=")
+    return name or Path(place).name, Path(place)
+
+
 def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
     device, dtype = options.torch_device(), getattr(torch, options.dtype)
     tokenizer = load_tokenizer(checkpoint)
     target = Target.load(
         checkpoint, dtype=dtype, device=device, attention=options.attention, prepack=options.prepack
     )
-    head = FrozenHead(target.embedding.detach(), target.head_weight.detach())
+    head = target.frozen_head
+    blocks = _blocks(options)
     drafters: list[Drafter] = []
     if "lookup" in options.baseline:
-        drafters.append(LookupDrafter(options.block or _DEFAULT_BLOCK))
+        drafters.append(LookupDrafter(blocks["lookup"]))
     for given in options.drafter:
-        name, _, place = given.rpartition("=")
-        name = name or Path(place).name
-        model = load_drafter(place, dtype).to(device)
+        name, folder = _named(given)
+        model = load_drafter(folder, dtype).to(device)
         models = [(name, model)]
         if "v1" in options.baseline and model.config.version == 2:
             models.append((f"{name} as v1", without_dflash2(model)))
         for label, each in models:
             if options.prepack and can_prepack(device, dtype):
                 prepack_linears(each)
-            drafters.append(BlockDrafter(each, head, name=label, block=options.block))
-    names = [PLAIN, *(drafter.name for drafter in drafters)]
-    if len(names) == 1:
-        raise EvalError("nothing to compare with plain decoding: give a drafter or the baseline `lookup`")
-    if len(set(names)) < len(names):
-        raise EvalError(f"two methods share a name among {', '.join(names)}; give drafters as NAME=DIRECTORY")
+            drafters.append(BlockDrafter(each, head, name=label, block=blocks[label]))
     return Bench(
         target=target,
         tokenizer=tokenizer,
@@ -190,9 +231,10 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
     )
 
 
-def _settings(options: EvalOptions, checkpoint: Path, bench: Bench) -> dict[str, Any]:
+def _settings(options: EvalOptions, checkpoint: Path) -> dict[str, Any]:
     """Everything that a response depends on; not which prompts are asked nor where results go."""
     kept = options.model_dump(mode="json", exclude={"data", "limit", "out", "target", "drafter", "device"})
+    blocks = _blocks(options)
     return {
         **kept,
         "target": {
@@ -201,17 +243,18 @@ def _settings(options: EvalOptions, checkpoint: Path, bench: Bench) -> dict[str,
             "tokenizer": tokenizer_fingerprint(checkpoint),
             "weights": _weights_hash(checkpoint),
         },
-        "drafters": {given: _weights_hash(Path(given.rpartition("=")[2])) for given in options.drafter},
-        "methods": {drafter.name: {"block": drafter.block} for drafter in bench.drafters},
-        "stop_ids": sorted(bench.limits.stop_ids),
+        "drafters": {given: _weights_hash(_named(given)[1]) for given in options.drafter},
+        "methods": {name: {"block": block} for name, block in blocks.items()},
         "device": options.torch_device().type,
         "threads": torch.get_num_threads(),
     }
 
 
 def _weights_hash(directory: Path) -> str:
-    """Hash of names, sizes and first megabyte of the weights, and of the config: cheap at any size."""
+    """Hash of both configs, and of names, sizes and end megabytes of the weights: cheap at any size."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
+    generation = directory / "generation_config.json"  # names the stop tokens
+    digest.update(generation.read_bytes() if generation.is_file() else b"")
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:

@@ -122,6 +122,37 @@ def test_killed_evaluation_resumes_without_decoding_a_prompt_twice(options, monk
         )
 
 
+def test_finished_evaluation_returns_its_report_and_loads_no_model(options, monkeypatch):
+    report = run_eval(options)
+    files = {path: path.stat().st_mtime_ns for path in options.out.iterdir()}
+    monkeypatch.setattr("eval.run._set_up", None)
+    assert run_eval(options) == json.loads(json.dumps(report))
+    assert {path: path.stat().st_mtime_ns for path in options.out.iterdir()} == files
+    (options.out / "report.json").unlink()
+    again = run_eval(options)
+    for name, method in report["methods"].items():
+        assert again["methods"][name]["lossless"] == method["lossless"]
+        assert again["methods"][name]["positions"] == method["positions"]
+    assert (options.out / "report.json").is_file()
+    fewer = run_eval(options.model_copy(update={"limit": 2}))
+    assert fewer["prompts"]["n"] == 2
+
+
+def test_baseline_none_leaves_the_drafters(checkpoint, options):
+    none = EvalOptions(**{**options.model_dump(), "baseline": ["none"], "limit": 1})
+    report = run_eval(none)
+    assert list(report["methods"]) == ["second", "v1"]
+    with pytest.raises(ValueError, match="beside other baselines"):
+        EvalOptions(**{**options.model_dump(), "baseline": ["none", "v1"]})
+    with pytest.raises(EvalError, match="nothing to compare"):
+        run_eval(none.model_copy(update={"drafter": []}))
+
+
+def test_folder_that_is_no_drafter_is_named(options, tmp_path):
+    with pytest.raises(EvalError, match=f"config.json in {tmp_path}"):
+        run_eval(options.model_copy(update={"drafter": [str(tmp_path)]}))
+
+
 def test_larger_limit_adds_prompts_and_other_settings_start_over(options):
     run_eval(options.model_copy(update={"limit": 3}))
     assert len(lines(options)) == 3
