@@ -36,13 +36,11 @@ class StepPlan:
         layout: the blocks of the whole replica.
         own: int64 [A_own], ascending indices into the layout: the blocks whose loss this rank computes.
         rows: axis ranges [start, stop) whose features this rank reads and fuses.
-        row_positions: int64 [T], rotary position of each of those rows, counted from its document's first
-        row.
+        row_positions: int64 [T], rotary position of each of those rows, counted from its document's start.
         placement: how blocks and rows were dealt out; the mode's name for a baseline.
         transports: per layer, how context K/V reach the blocks.
         loss_scale: factor on this rank's loss sum and metric sums, such that sums over ranks count every
-        block
-            once. With it, `loss_sum · N / Z` averaged over all N ranks is exact, and so is its gradient.
+            block once. With it, `loss_sum · N / Z` averaged over all N ranks is exact, and so is its gradient.
         seam: what `attention()` returns.
     """
 
@@ -87,16 +85,14 @@ def plan_step(
         transport: for all layers, or one per layer; `auto` chooses.
         cost: relative costs that ownership and choice go by.
         retain: received shards that a ring keeps for its backward pass. None keeps all; 1 bounds its memory
-        to
-            two shards and sends the others again.
+            to two shards and sends the others again.
         wire: where bytes are counted; a fresh one by default.
         device: where the tensors of the step live.
         backend: kernels of context parts, a name of `csbp.attention.BACKENDS`.
 
     Raises:
         PlanError: a name is unknown, a baseline is asked for another placement or transport, or anchors do
-        not
-            ascend.
+            not ascend.
     """
     cost = cost or StepCost()
     asked = [transport] * len(masks) if isinstance(transport, str) else list(transport)

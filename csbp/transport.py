@@ -47,8 +47,7 @@ class Wire:
     Attributes:
         grid: who is where.
         sent: bytes that this rank has sent, by kind. K/V rows count together with their gradients;
-        `gradients` are
-            those of parameters; queries and partial outputs are `other`.
+            `gradients` are those of parameters; queries and partial outputs are `other`.
         waited: seconds spent blocked on peers.
     """
 
@@ -71,8 +70,7 @@ class Wire:
         Args:
             sends: (context rank, tensor, kind). Empty tensors are not sent.
             receives: (context rank, shape, a tensor whose dtype and device the message has). Both ends know
-            the
-                shapes from the plan, so empty messages are skipped on both.
+                the shapes from the plan, so empty messages are skipped on both.
         """
         operations, held = [], []
         for peer, tensor, kind in sends:

@@ -204,4 +204,5 @@ def _select(context: Context, wanted: Tensor | None) -> Context:
     if wanted is None:
         return context
     cos, sin = context.angles
-    return Context(context.rows[wanted], (cos[wanted], sin[wanted]))
+    rows = context.rows.index_select(0, wanted)  # its backward adds rows; indexing with a tensor is slower
+    return Context(rows, (cos[wanted], sin[wanted]))
