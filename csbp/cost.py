@@ -16,6 +16,7 @@ from typing import Literal
 from drafter.attention import LayerMask
 
 AnchorRule = Literal["uniform", "locality"]
+GRADIENT_BYTES = 4  # gradients and weights are float32 whatever the compute dtype
 
 
 class ShapeError(ValueError):
@@ -248,9 +249,11 @@ def pair_flops(shape: DrafterShape, pairs: float) -> Flops:
     return Flops(2 * product, 5 * product)
 
 
-def gradient_reduction_bytes(parameters: int, ranks: int, element_bytes: int) -> float:
-    """Bytes that a rank sends to average its gradients over all ranks: 2 (N - 1) / N of the buffer.
+def reduction_bytes(elements: int, ranks: int) -> float:
+    """Bytes that a rank sends to sum float32 gradients over N ranks: 2 (N - 1) / N of the buffer."""
+    return 2 * (ranks - 1) / ranks * elements * GRADIENT_BYTES
 
-    The same for an all-reduce and for the reduce-scatter and all-gather of sharded optimizer state.
-    """
-    return 2 * (ranks - 1) / ranks * parameters * element_bytes
+
+def gathering_bytes(elements: int, ranks: int) -> float:
+    """Bytes that a rank sends under ZeRO so that all have the weights that each updated: (N - 1) / N."""
+    return (ranks - 1) / ranks * elements * GRADIENT_BYTES

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from csbp.choice import Placement
 from csbp.cost import DrafterShape
+from csbp.routes import Transport
 from csbp.share import LayerShare, RankShare
 
 WIDE = 4  # parameters, gradients, moments, residual stream, softmax and loss statistics: float32
-ZERO_BUCKET = 500_000_000  # elements of DeepSpeed's reduction bucket (0.19 `reduce_bucket_size`)
+REDUCTION_BUCKET = 1 << 25  # gradients averaged at once: 128 MiB, enough to fill a link, little to hold
+BUCKETS_IN_FLIGHT = 4  # at stages 0 and 1; what is started beyond them waits for the oldest
 
 ROW_TILE, VOCABULARY_TILE = 512, 2048  # of a tile of logits (the objective's defaults)
 
@@ -35,6 +38,8 @@ class StepSettings:
         accumulate: gradients of earlier micro-batches are alive.
         tensor_cores: narrow products accumulate in float32 by themselves, so the loss casts no head rows.
         retain: received shards that a ring keeps, as in `csbp.plan.plan_step`; None keeps all.
+        placement: who owns what, as in `plan_step`.
+        transports: how context rows reach the blocks: one way for all layers, or one a layer.
     """
 
     compute_bytes: int = 2
@@ -46,6 +51,8 @@ class StepSettings:
     accumulate: bool = False
     tensor_cores: bool = True
     retain: int | None = None
+    placement: Placement | Literal["auto"] = "auto"
+    transports: tuple[Transport | Literal["auto"], ...] = ("auto",)
 
     @property
     def narrow(self) -> bool:
@@ -100,7 +107,7 @@ class _Step:
 
         Args:
             done: parameters whose gradients of this micro-batch exist.
-            reducing: DeepSpeed's reduction bucket exists.
+            reducing: gradients are being averaged.
         """
         parameters, settings = float(self.shape.parameter_count), self.settings
         sharded = self.world if settings.zero_stage else 1
@@ -108,7 +115,7 @@ class _Step:
         tables = 1 if self.shape.tied_head else 2
         features = self.share.feature_rows * self.shape.feature_width * settings.feature_bytes
         if settings.zero_stage == 2:
-            gradients = parameters / self.world + min(ZERO_BUCKET, done)
+            gradients = parameters / self.world + min(REDUCTION_BUCKET, done)
         else:
             gradients = parameters if settings.accumulate else done
         return {
@@ -118,14 +125,15 @@ class _Step:
             "features": features,
             "feature prefetch": settings.prefetch * features,
             "gradients": WIDE * gradients,
-            "reduction bucket": self._bucket() if reducing else 0.0,
+            "reduction buckets": self._buckets(done) if reducing else 0.0,
         }
 
-    def _bucket(self) -> float:
-        """ZeRO allocates the whole bucket; without it, gradients are flattened into one of their own size."""
-        if self.settings.zero_stage:
-            return WIDE * ZERO_BUCKET
-        return WIDE * min(ZERO_BUCKET, self.shape.parameter_count) if self.world > 1 else 0.0
+    def _buckets(self, done: float) -> float:
+        """Copies of gradients on their way; DeepSpeed's ZeRO 2 allocates two whole buckets, one if alone."""
+        if self.settings.zero_stage == 2:
+            count = 2 if self.world > 1 else 1
+            return count * WIDE * min(REDUCTION_BUCKET, self.shape.parameter_count)
+        return WIDE * min(BUCKETS_IN_FLIGHT * REDUCTION_BUCKET, done) if self.world > 1 else 0.0
 
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
@@ -181,7 +189,7 @@ class _Step:
         widest = 3 * self.shape.intermediate * element + 2 * self.shape.hidden * WIDE
         context = self.share.layers[layer].own_rows * 2 * self.shape.kv_width * (WIDE + element)
         return {
-            **self.state(done, reducing=self.settings.zero_stage > 0),
+            **self.state(done),
             **self.context(layer + 1),
             "block activations": self.blocks(layer + 1),
             "weight copies": self.casts(),
@@ -193,14 +201,19 @@ class _Step:
     def backward_fusion(self) -> dict[str, float]:
         gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
         return {
-            **self.state(self.shape.parameter_count, reducing=self.settings.zero_stage > 0),
+            **self.state(self.shape.parameter_count),
             **self.context(0),
             "weight copies": self.casts(),
             "context gradient": gradient,
         }
 
     def optimizer(self) -> dict[str, float]:
-        return self.state(self.shape.parameter_count)
+        """ZeRO 1 copies averaged gradients through one bucket."""
+        stage, count = self.settings.zero_stage, self.shape.parameter_count
+        parts = self.state(count, reducing=stage == 2)
+        if stage == 1:
+            parts["reduction buckets"] = WIDE * min(REDUCTION_BUCKET, count)
+        return parts
 
 
 def block_row_bytes(shape: DrafterShape, settings: StepSettings) -> float:

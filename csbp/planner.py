@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from csbp.cost import DrafterShape, Workload, gradient_reduction_bytes, pair_flops, step_flops
+from csbp.cost import DrafterShape, Workload, gathering_bytes, pair_flops, reduction_bytes, step_flops
 from csbp.device import DeviceConstants
 from csbp.footprint import WIDE, StepSettings, block_row_bytes, fits, peak_moment
 from csbp.ownership import StepCost
@@ -174,6 +174,8 @@ def _estimate(question: Question, ranks: int) -> Candidate:
         step_cost(shape, question.device, settings.compute_bytes),
         wire_bytes=settings.compute_bytes,
         retain=settings.retain,
+        placement=settings.placement,
+        transports=settings.transports,
     )
     peaks = [peak_moment(shape, rank, settings, question.world) for rank in share.ranks]
     moment, peak = max(peaks, key=lambda item: sum(item[1].values()))
@@ -198,8 +200,8 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
 
     Products and attention run at the device's reached rates. `memory traffic` moves every kept activation
     three times (written, read, its gradient). Context bytes travel behind the attention of the same layer,
-    so only what takes longer is exposed. The reduction of gradients and the update follow the backward
-    pass.
+    so only what takes longer is exposed. The reduction of gradients runs behind the backward pass too, but
+    is counted whole, since nobody has measured how much of it a device hides.
     """
     shape, settings, device, world = question.shape, question.settings, question.device, question.world
     flops = step_flops(
@@ -221,8 +223,9 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
             sent = (layer.forward_bytes + layer.backward_bytes) / device.link_bandwidth
             exposed += max(0.0, sent - pair_flops(shape, layer.pairs).total / attention_rate)
             exposed += 2 * (ranks - 1) * device.link_latency
-    reduction = gradient_reduction_bytes(shape.parameter_count, world, WIDE)
-    updated = shape.parameter_count / (world if settings.zero_stage else 1)
+    stage, parameters = settings.zero_stage, shape.parameter_count
+    reduction = reduction_bytes(parameters, world) + (gathering_bytes(parameters, world) if stage else 0.0)
+    updated = parameters / (world if stage else 1)
     read = share.feature_rows * shape.feature_width * settings.feature_bytes
     time = {
         "matrix products": products,

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from csbp.choice import Choice, choose
-from csbp.cost import DrafterShape, Workload
+from csbp.choice import Choice, Placement, choose
+from csbp.cost import DrafterShape, ShapeError, Workload
 from csbp.layout import BlockLayout
 from csbp.ownership import StepCost
-from csbp.routes import RouteBuilder
+from csbp.routes import RouteBuilder, Transport
 from csbp.rows import RowSet
 from csbp.visibility import first_visible, seen
 from drafter.attention import LayerMask
@@ -96,11 +97,18 @@ def draw_layout(work: Workload, block_size: int) -> BlockLayout:
     return BlockLayout(torch.cat(anchors) + starts, starts, work.rows, block_size)
 
 
-@functools.lru_cache(
-    maxsize=256
-)  # a plan asks again for other ZeRO stages and worlds, which change nothing here
+# a plan asks again for other ZeRO stages and worlds, which change nothing here
+@functools.lru_cache(maxsize=256)
 def replica_share(
-    shape: DrafterShape, work: Workload, ranks: int, cost: StepCost, *, wire_bytes: int, retain: int | None
+    shape: DrafterShape,
+    work: Workload,
+    ranks: int,
+    cost: StepCost,
+    *,
+    wire_bytes: int,
+    retain: int | None,
+    placement: Placement | Literal["auto"] = "auto",
+    transports: tuple[Transport | Literal["auto"], ...] = ("auto",),
 ) -> ReplicaShare:
     """Deal a drawn micro-step to P ranks.
 
@@ -111,9 +119,19 @@ def replica_share(
         cost: what `csbp.choice` goes by.
         wire_bytes: bytes of a key, value or query element on the wire.
         retain: received shards that a ring keeps, as in `csbp.plan.plan_step`.
+        placement: as asked for.
+        transports: as asked for; one stands for all layers.
+
+    Raises:
+        ShapeError: transports are neither one nor one a layer.
     """
+    if len(transports) not in (1, shape.layers):
+        raise ShapeError(
+            f"expected one transport, or one for each of {shape.layers} layers, found {len(transports)}"
+        )
     layout = draw_layout(work, shape.block_size)
-    choice = choose(layout, shape.masks, ranks, cost, "auto", ["auto"] * shape.layers)
+    asked = transports * shape.layers if len(transports) == 1 else transports
+    choice = choose(layout, shape.masks, ranks, cost, placement, asked)
     kinds = tuple(zip(shape.masks, choice.transports, strict=True))
     builder = RouteBuilder(layout, choice.ownership, me=0, retain=ranks)
     projected = {kind: [builder.projected(rank, *kind) for rank in range(ranks)] for kind in set(kinds)}

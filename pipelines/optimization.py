@@ -18,6 +18,11 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from csbp.cost import gathering_bytes, reduction_bytes
+from csbp.footprint import REDUCTION_BUCKET
+from pipelines.ranks import TIMEOUT
+from pipelines.reduction import OverlappedAverage, hand_over_in_order, take_averaged
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -139,14 +144,40 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class Engine:
-    """A DeepSpeed engine reduced to what a step needs: backward, update, moments by parameter name."""
+    """A DeepSpeed engine reduced to what a step needs: backward, update, moments by parameter name.
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, zero_stage: int) -> None:
+    Gradients are averaged over the world while the backward pass goes on: by `OverlappedAverage`, once a
+    step, without ZeRO and at stage 1; by DeepSpeed, in every micro-batch, at stage 2, which keeps no whole
+    gradient. (At stage 1 DeepSpeed 0.19 begins after the backward pass; told to overlap, it gives other
+    gradients with several buckets and micro-batches.)
+
+    Args:
+        model: holds the trained parameters, and frozen ones.
+        config: of AdamW.
+        zero_stage: DeepSpeed's.
+        bucket: elements that are averaged at once.
+
+    Attributes:
+        sent_bytes: sent by this rank so far to average gradients and, under ZeRO, to gather updated weights.
+            What DeepSpeed sends is counted by the forms of `csbp.cost`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        zero_stage: Literal[0, 1, 2],
+        bucket: int = REDUCTION_BUCKET,
+    ) -> None:
         prepare_deepspeed()
         import deepspeed
 
+        self.model = model
         self.zero_stage = zero_stage
-        self._clip = config.clip
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._elements = sum(parameter.numel() for parameter in self._parameters)
+        self._ranks = dist.get_world_size()
+        alone = self._ranks == 1
         self._optimizer = ClippedAdamW(
             parameter_groups(model, config.weight_decay), config, clip=zero_stage == 0
         )
@@ -158,29 +189,53 @@ class Engine:
                 "gradient_accumulation_steps": 1,
                 # we call step() once per optimizer step and backward() once per micro-batch
                 "managed_gradient_accumulation": False,
-                "zero_optimization": {"stage": zero_stage},
+                "zero_optimization": {
+                    "stage": zero_stage,
+                    "reduce_bucket_size": min(bucket, self._elements),
+                    "overlap_comm": zero_stage == 2 and not alone,
+                },
                 "zero_allow_untested_optimizer": True,
                 "gradient_clipping": config.clip if zero_stage else 0.0,
                 "steps_per_print": None,
             },
         )
-        self.model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        alone = dist.get_world_size() == 1
-        # ZeRO 2 reduces while it goes backward, in the order in which gradients appear: every rank needs all
-        self._touch = zero_stage == 2 and not alone
-        if alone and zero_stage == 0:
-            self._engine.enable_backward_allreduce = False  # nothing to average, so no copies
+        self._touch = zero_stage == 2 and not alone  # every rank has to bring every gradient
+        self._average: OverlappedAverage | None = None
+        if zero_stage == 0:
+            self._engine.enable_backward_allreduce = False
+        if zero_stage < 2 and not alone:
+            self._average = OverlappedAverage(self._parameters, bucket, TIMEOUT)
+        if zero_stage == 1:
+            take_averaged(self._engine.optimizer)
+        elif self._touch:
+            hand_over_in_order(self._engine.optimizer, self._parameters)
+        self._backwards = self._updates = 0
         self._allocate_moments(step=0)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` to the step's; `update` averages it over all ranks."""
+    @property
+    def sent_bytes(self) -> int:
+        gathered = gathering_bytes(self._elements, self._ranks) if self.zero_stage else 0.0
+        if self._average is not None:
+            return self._average.sent_bytes + round(gathered * self._updates)
+        summed = reduction_bytes(self._elements, self._ranks)
+        return round(summed * self._backwards + gathered * self._updates)
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradient of `loss` to the step's.
+
+        Args:
+            loss: scalar.
+            last: of the step's micro-batches; its backward pass completes the gradients.
+        """
         if self._touch or not loss.requires_grad:
             loss = loss + zero_of(self._parameters)
+        if last and self._average is not None:
+            self._average.watch()
         self._engine.backward(loss, scale_wrt_gas=False)
+        self._backwards += 1
 
     def update(self, lr: float) -> float:
-        """Average gradients over ranks, clip, apply; returns the global norm before clipping.
+        """Finish the average of gradients over ranks, clip, apply; returns the global norm before clipping.
 
         Raises:
             NonFiniteError: on every rank alike, since the norm is global.
@@ -188,11 +243,13 @@ class Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self.zero_stage < 2:
-            # a parameter that no slot of this rank reached still takes part in the reduction and in AdamW
             for parameter in self._parameters:
-                if parameter.grad is None:
+                if parameter.grad is None:  # no slot of this rank reached it; AdamW still moves it
                     parameter.grad = torch.zeros_like(parameter)
+        if self._average is not None:
+            self._average.finish()
         self._engine.step()
+        self._updates += 1
         norm = self._engine.get_global_grad_norm() if self.zero_stage else self._optimizer.grad_norm
         value = float(norm) if norm is not None else math.nan
         if not math.isfinite(value) or value < 0:  # DeepSpeed reports a non-finite norm as -1

@@ -11,7 +11,8 @@ from csbp.cost import (
     DrafterShape,
     ShapeError,
     Workload,
-    gradient_reduction_bytes,
+    gathering_bytes,
+    reduction_bytes,
     step_flops,
     union_rows,
 )
@@ -113,9 +114,14 @@ def test_flops_follow_the_published_split():
 
 
 def test_a_ring_reduction_sends_nothing_alone_and_two_buffers_at_most():
-    assert gradient_reduction_bytes(100, 1, 2) == 0
-    assert gradient_reduction_bytes(100, 2, 2) == 200
-    assert gradient_reduction_bytes(100, 64, 2) < 400
+    assert reduction_bytes(100, 1) == 0
+    assert reduction_bytes(100, 2) == 400
+    assert reduction_bytes(100, 64) < 800
+
+
+def test_weights_are_gathered_with_half_of_the_bytes_of_a_sum():
+    assert gathering_bytes(100, 1) == 0
+    assert gathering_bytes(100, 2) == 200
 
 
 @pytest.mark.parametrize("numbers", [(1, 1, 1), (8, 0, 1), (8, 8, 1), (8, 1, 0)])

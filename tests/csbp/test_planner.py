@@ -12,7 +12,7 @@ import torch
 
 from csbp.cost import DrafterShape, Workload, union_rows
 from csbp.device import PRESETS
-from csbp.footprint import StepSettings, moments
+from csbp.footprint import BUCKETS_IN_FLIGHT, REDUCTION_BUCKET, StepSettings, moments
 from csbp.plan import plan_step
 from csbp.planner import GIB, PlanError, Question, candidates, choose_context_ranks, make_plan, step_cost
 from csbp.share import draw_layout, replica_share
@@ -168,14 +168,16 @@ def test_memory_grows_with_what_it_holds():
 
 def test_zero_shards_optimizer_state_and_gradients():
     """The figures that DeepSpeed 0.19 showed with float32 parameters under `PeakTracker` on two ranks."""
-    count, bucket = shape(SLIDING).parameter_count, 500_000_000
+    count = shape(SLIDING).parameter_count
+    bucket = min(REDUCTION_BUCKET, count)
     step = {}
     for stage in (0, 1, 2):
         rank = share_of((SLIDING,), Workload(4096, 64), 1).ranks[0]
-        step[stage] = moments(shape(SLIDING), rank, StepSettings(zero_stage=stage), 2)["update"]
+        step[stage] = moments(shape(SLIDING), rank, StepSettings(zero_stage=stage), 2)["backward end"]
     assert [step[stage]["optimizer state"] for stage in (0, 1, 2)] == [8 * count, 6 * count, 6 * count]
-    assert [step[stage]["gradients"] for stage in (0, 1, 2)] == [4 * count, 4 * count, 6 * count]
-    assert [step[stage]["reduction bucket"] for stage in (0, 1, 2)] == [4 * count, 4 * bucket, 4 * bucket]
+    assert [step[stage]["gradients"] for stage in (0, 1, 2)] == [4 * count, 4 * count, 2 * count + 4 * bucket]
+    flight = min(count, BUCKETS_IN_FLIGHT * bucket)
+    assert [step[stage]["reduction buckets"] for stage in (0, 1, 2)] == [4 * flight, 4 * flight, 8 * bucket]
 
 
 def test_smallest_fitting_p_is_chosen_and_the_others_say_why():
