@@ -179,7 +179,8 @@ def _measure(case: MemoryCase) -> int:
     drafter = Drafter(config)
     narrow = case.precision == "bf16"
     dtype = torch.bfloat16 if narrow else torch.float32
-    head = FrozenHead(*(torch.randn(case.vocabulary, case.hidden).mul_(0.02).to(dtype) for _ in range(2)))
+    tables = [torch.randn(case.vocabulary, case.hidden).mul_(0.02).to(dtype) for _ in range(2)]
+    head = FrozenHead(tables[0], tables[1])
     layout = draw_layout(Workload(case.context, case.anchors), config.block_size)
     grid = Grid.single() if case.ranks == 1 else Grid.from_environment(case.ranks)
     plan = plan_step(

@@ -7,9 +7,14 @@ quotient of two sums, and nothing is averaged twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from csbp.transport import KINDS
+
+STEP_KINDS = tuple(kind for kind in KINDS if kind != "gradients")  # what crosses context ranks in a step
 
 
 class Sums:
@@ -29,7 +34,7 @@ class Sums:
         return values
 
 
-def training_figures(sums: Mapping[str, Tensor]) -> dict[str, float]:
+def training_figures(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     """What one line of metrics.jsonl says of some training steps.
 
     Args:
@@ -45,6 +50,8 @@ def training_figures(sums: Mapping[str, Tensor]) -> dict[str, float]:
         "top1": _ratio(sums["top1_hits"].sum(), sums["top1_slots"].sum()),
         "coverage": _ratio(sums["coverage"], sums["documents"]),
         "feature_bytes": float(sums["feature_bytes"]),
+        "gradient_bytes": float(sums["gradient_bytes"]),
+        "sent_bytes": {kind: float(sums[f"sent_{kind}"]) for kind in STEP_KINDS},
     }
     if float(sums["recall_slots"].sum()):
         recall_slots = sums["recall_slots"].sum()

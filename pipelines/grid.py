@@ -1,4 +1,4 @@
-"""How the ranks of a run are arranged: as asked, or by the planner."""
+"""How the ranks of a run are arranged and what their work costs: as asked, or by the planner."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 from csbp.cost import Workload
 from csbp.footprint import StepSettings
+from csbp.ownership import StepCost
+from csbp.planner import step_cost
 from csbp.topology import Grid
 from drafter.config import DrafterConfig
 from pipelines.corpus import Corpus
-from pipelines.plan import auto_context_ranks, drafter_shape
-from pipelines.ranks import TIMEOUT
+from pipelines.plan import auto_context_ranks, drafter_shape, this_device
+from pipelines.ranks import TIMEOUT, from_first_rank, ranks_of_this_machine
 from pipelines.runfile import RunConfig
 
 
@@ -24,31 +26,60 @@ def make_grid(
         TopologyError: `parallel.context_ranks` does not divide the number of ranks.
         PlanError: it is `auto` and no number of context ranks fits in memory.
     """
-    context_ranks = config.parallel.context_ranks
-    if context_ranks == "auto":
-        chosen = 0
-        if dist.get_rank() == 0:  # free memory is not the same on every rank; the choice has to be
-            chosen = _auto_context_ranks(config, corpus, drafter, head_is_tied)
-        shared = torch.tensor(chosen, device=device)
-        dist.broadcast(shared, 0)
-        context_ranks = int(shared)
-    return Grid.from_environment(context_ranks, timeout=TIMEOUT)
+    asked = config.parallel.context_ranks
+    if asked != "auto":
+        return Grid.from_environment(asked, timeout=TIMEOUT)
+    chosen = 0
+    if dist.get_rank() == 0:  # free memory is not the same on every rank; the choice has to be
+        chosen = _auto_context_ranks(config, corpus, drafter, head_is_tied, device)
+    return Grid.from_environment(from_first_rank(chosen), timeout=TIMEOUT)
 
 
-def _auto_context_ranks(config: RunConfig, corpus: Corpus, drafter: DrafterConfig, head_is_tied: bool) -> int:
+def make_cost(config: RunConfig, drafter: DrafterConfig) -> StepCost:
+    """What a step's parts cost on this device, as `plan` prices them; rank 0's, so that ranks deal alike."""
+    rates = this_device(ranks_of_this_machine(), config.parallel.device)
+    return from_first_rank(step_cost(drafter_shape(drafter), rates, _compute_bytes(config)))
+
+
+def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -> StepSettings:
+    """The run's step, as far as memory and time depend on it.
+
+    Args:
+        config: of the run.
+        feature_bytes: of a stored feature element.
+        device: where a step is computed. A GPU's prefetched features wait in the host's memory.
+    """
+    # the reader holds one micro-batch more than it has room to hand over
+    waiting = 0 if device.type == "cuda" else config.data.prefetch + 1
+    return StepSettings(
+        compute_bytes=_compute_bytes(config),
+        feature_bytes=feature_bytes,
+        zero_stage=config.parallel.zero,
+        vocabulary_sample=config.objective.vocabulary_sample,
+        selector_fraction=config.objective.selector_blocks_fraction,
+        prefetch=waiting,
+        accumulate=config.batch.samples > config.batch.micro,
+        tensor_cores=device.type == "cuda",
+        retain=config.parallel.retain,
+        placement=config.parallel.placement,
+        transports=config.parallel.transports,
+    )
+
+
+def _auto_context_ranks(
+    config: RunConfig, corpus: Corpus, drafter: DrafterConfig, head_is_tied: bool, device: torch.device
+) -> int:
     longest = corpus.longest
     work = Workload(
         context=longest,
         anchors=min(config.anchors.per_document * corpus.most_documents, longest - 1),
         sequences=config.batch.micro,
     )
-    settings = StepSettings(
-        compute_bytes=2 if config.precision == "bf16" else 4,
-        feature_bytes=corpus.manifest.torch_dtype.itemsize,
-        zero_stage=config.parallel.zero,
-        vocabulary_sample=config.objective.vocabulary_sample,
-        selector_fraction=config.objective.selector_blocks_fraction,
-        accumulate=config.batch.samples > config.batch.micro,
-    )
+    settings = step_settings(config, corpus.manifest.torch_dtype.itemsize, device)
+    rates = this_device(ranks_of_this_machine(), config.parallel.device)
     shape = drafter_shape(drafter, tied_head=head_is_tied)
-    return auto_context_ranks(shape, work, settings, dist.get_world_size())
+    return auto_context_ranks(shape, work, settings, dist.get_world_size(), rates)
+
+
+def _compute_bytes(config: RunConfig) -> int:
+    return 2 if config.precision == "bf16" else 4

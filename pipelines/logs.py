@@ -77,7 +77,7 @@ class RunLog:
         Args:
             kind: ``train`` or ``validation``.
             step: finished optimizer steps.
-            figures: numbers by name, or lists of one number per slot.
+            figures: numbers by name, lists of one number per slot, or numbers by kind.
         """
         if not self._active:
             return
@@ -85,8 +85,8 @@ class RunLog:
         self._stream.flush()
         if self._events:
             for name, value in figures.items():
-                for slot, number in enumerate(value, 1) if isinstance(value, list) else [(0, value)]:
-                    self._events.add_scalar(f"{kind}/{name}" + (f"/{slot}" if slot else ""), number, step)
+                for part, number in _parts(value):
+                    self._events.add_scalar(f"{kind}/{name}{part}", number, step)
 
     def advance(self, done: float, text: str) -> None:
         """Show progress.
@@ -107,6 +107,15 @@ class RunLog:
         """A line for the person who watches."""
         if self._active:
             self._console.print(text, highlight=False, markup=False)
+
+
+def _parts(value: Any) -> list[tuple[str, float]]:
+    """A figure's numbers and what each adds to its name."""
+    if isinstance(value, dict):
+        return [(f"/{kind}", number) for kind, number in value.items()]
+    if isinstance(value, list):
+        return [(f"/{slot}", number) for slot, number in enumerate(value, 1)]
+    return [("", value)]
 
 
 def watched(count: int, text: str) -> Iterator[int]:

@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Group
 from rich.table import Table
 
+from csbp.choice import Placement
 from csbp.cost import AnchorRule, DrafterShape, Workload
 from csbp.device import PRESETS, DeviceConstants, device_constants
 from csbp.footprint import StepSettings
 from csbp.planner import GIB, HEADROOM, Candidate, Plan, PlanError, Question, choose_context_ranks, make_plan
+from csbp.routes import Transport
 from drafter.config import FULL, SLIDING, DrafterConfig
 
 SHAPES = Path(__file__).parent.parent / "recipes" / "shapes"
@@ -67,6 +69,15 @@ class PlanOptions(BaseModel):
     vocabulary_sample: int = Field(0, ge=0, description="Tokens that the loss scores, 0 for all.")
     selector_fraction: float = Field(1.0, gt=0, le=1, description="Share of blocks that train the selector.")
     accumulate: bool = Field(False, description="An optimizer step has several micro-batches.")
+    placement: Placement | Literal["auto"] = Field(
+        "auto", description="How blocks and context rows are dealt out, as `parallel.placement` of a run."
+    )
+    transport: Transport | Literal["auto"] = Field(
+        "auto", description="How context rows reach the blocks of every layer, as `parallel.transport`."
+    )
+    retain: int | None = Field(
+        None, ge=1, description="Received shards that a ring keeps, as `parallel.retain`; by default all."
+    )
     headroom: float = Field(HEADROOM, ge=0, lt=1, description="Share of the memory that stays free.")
 
 
@@ -117,6 +128,9 @@ def run_plan(options: PlanOptions) -> PlanReport:
             vocabulary_sample=options.vocabulary_sample,
             selector_fraction=options.selector_fraction,
             accumulate=options.accumulate,
+            retain=options.retain,
+            placement=options.placement,
+            transports=(options.transport,),
         ),
         world=options.gpus,
         device=device,
@@ -148,28 +162,37 @@ def drafter_shape(config: DrafterConfig, *, tied_head: bool = False) -> DrafterS
     )
 
 
-def auto_context_ranks(shape: DrafterShape, work: Workload, settings: StepSettings, world: int) -> int:
-    """P for `parallel.context_ranks: auto`, from the memory of this machine.
+def auto_context_ranks(
+    shape: DrafterShape, work: Workload, settings: StepSettings, world: int, device: DeviceConstants
+) -> int:
+    """P for `parallel.context_ranks: auto`.
 
     Args:
         shape: of the drafter that is trained.
         work: the largest micro-step of one replica.
         settings: of the step.
-        world: N ranks, which share this machine's memory if there is no GPU.
+        world: N ranks.
+        device: of a rank, from `this_device`.
 
     Raises:
         PlanError: no P fits.
     """
-    return choose_context_ranks(Question(shape, work, settings, world, this_device(world)))
+    return choose_context_ranks(Question(shape, work, settings, world, device))
 
 
-def this_device(ranks: int) -> DeviceConstants:
-    """Memory of this machine's device, with the rates of the preset that is nearest to it."""
+def this_device(ranks: int, rates: str = "auto") -> DeviceConstants:
+    """Memory of this machine's device for each of its ranks, and rates.
+
+    Args:
+        ranks: of this machine, which share its memory if there is no GPU.
+        rates: a preset or file as for `plan --device`; `auto` takes the preset that is nearest.
+    """
     if not torch.cuda.is_available():
-        memory = psutil.virtual_memory().available / ranks
-        return PRESETS["cpu"].with_memory(memory)
-    name, total = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
-    return PRESETS["h200" if "H200" in name else "h100-80gb"].with_memory(total)
+        memory, near = psutil.virtual_memory().available / ranks, "cpu"
+    else:
+        memory = float(torch.cuda.mem_get_info()[1])
+        near = "h200" if "H200" in torch.cuda.get_device_name() else "h100-80gb"
+    return device_constants(near if rates == "auto" else rates).with_memory(memory)
 
 
 def named_shape(target: str) -> DrafterShape:

@@ -1,18 +1,26 @@
-"""Joining the ranks of a run and adding numbers over them."""
+"""Joining the ranks of a run, adding numbers over them, and noticing that they do not belong together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from csbp.topology import Grid
+from csbp.transport import WireError
 
 TIMEOUT = timedelta(minutes=10)  # for a peer that hangs; one that dies is noticed at once
+T = TypeVar("T")
+
+
+class RanksError(RuntimeError):
+    """Ranks cannot work together: they were given different runs, or a peer is gone."""
 
 
 def join_ranks() -> torch.device:
@@ -32,6 +40,68 @@ def join_ranks() -> torch.device:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     return device
+
+
+def ranks_of_this_machine() -> int:
+    """How many ranks the launcher started here; torchrun and deepspeed name it differently."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return dist.get_world_size()
+
+
+def from_first_rank(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, 0)
+    return held[0]
+
+
+def require_same(facts: Mapping[str, Any]) -> None:
+    """Check that every rank was started on the same run and sees the same files.
+
+    Args:
+        facts: by name; every rank gives the same names.
+
+    Raises:
+        RanksError: on every rank; names the first fact that differs.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return
+    seen: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    dist.all_gather_object(seen, dict(facts))
+    for rank, theirs in enumerate(seen):
+        for name, value in seen[0].items():
+            if theirs[name] != value:
+                raise RanksError(
+                    f"every rank must see the same {name}, but rank 0 sees {value!r} and rank {rank} sees "
+                    f"{theirs[name]!r}. Start the same command on every node, with out, stores and target on "
+                    "file systems that all nodes share"
+                )
+
+
+@contextmanager
+def peers_named() -> Iterator[None]:
+    """Say in one way what backends say in many when a peer is gone.
+
+    Raises:
+        RanksError: in place of an error of gloo or NCCL.
+    """
+    try:
+        yield
+    except WireError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+            raise
+        raise RanksError(
+            f"rank {dist.get_rank()} lost a peer: {text.splitlines()[0]}. Look at the log of the rank that "
+            "ended first; the same command goes on from the newest checkpoint"
+        ) from error
 
 
 def add_over_ranks(values: Mapping[str, float], grid: Grid, device: torch.device) -> dict[str, float]:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from csbp.choice import Placement
+from csbp.plan import Mode
+from csbp.routes import Transport
 from drafter.objective import ObjectiveConfig
 from pipelines.anchors import AnchorConfig
 from pipelines.corpus import DataConfig
@@ -27,6 +30,9 @@ from pipelines.validation import ValidationConfig
 
 # Sections and keys that may differ when a run goes on: where and how fast it runs, not what it computes.
 FREE_ON_RESUME = ("checkpoint", "validation", "logging", "parallel", "batch.micro", "data.prefetch", "out")
+
+
+AnyTransport = Transport | Literal["auto"]
 
 
 class RunFileError(ValueError):
@@ -48,6 +54,46 @@ class ParallelConfig(BaseModel):
         description="DeepSpeed ZeRO stage, over all ranks: 0 shards nothing, 1 the optimizer state, 2 also "
         "gradients.",
     )
+    mode: Mode = Field(
+        default="csbp",
+        description="Who computes what: `csbp`, or a baseline that it is compared with. All give the same "
+        "run.",
+    )
+    placement: Placement | Literal["auto"] = Field(
+        default="auto", description="How blocks and context rows are dealt to the ranks of a replica."
+    )
+    transport: AnyTransport | tuple[AnyTransport, ...] = Field(
+        default="auto",
+        description="How context keys and values reach the blocks: one way for all layers, or a list of one "
+        "a layer.",
+    )
+    retain: int | None = Field(
+        default=None,
+        ge=1,
+        description="Received shards that a ring keeps for the backward pass; null keeps all, 1 bounds a "
+        "layer's memory to two shards and sends the others again.",
+    )
+    device: str = Field(
+        default="auto",
+        description="Rates that placement, transports and `context_ranks: auto` go by: a preset of `plan "
+        "--device`, or a .json file of `bench device --out`; `auto` takes the preset nearest to this "
+        "machine.",
+    )
+
+    @property
+    def transports(self) -> tuple[AnyTransport, ...]:
+        """One transport for all layers, or one a layer."""
+        return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    @model_validator(mode="after")
+    def _baselines_decide_alone(self) -> ParallelConfig:
+        if self.mode == "csbp":
+            return self
+        if self.placement != "auto" or set(self.transports) != {"auto"}:
+            raise ValueError(f"mode {self.mode} has its own placement and transport; leave both auto")
+        if self.context_ranks == "auto":
+            raise ValueError(f"memory of mode {self.mode} is not planned; give context_ranks a number")
+        return self
 
 
 class LoggingConfig(BaseModel):
@@ -145,9 +191,14 @@ def save_run(config: RunConfig, path: Path) -> None:
     write_text_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
 
 
+def settings_by_key(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    return _flat(config.model_dump(mode="json"))
+
+
 def differences(saved: RunConfig, given: RunConfig) -> list[str]:
     """Keys that decide what a run computes and differ between the two, as ``key: saved -> given``."""
-    one, other = _flat(saved.model_dump(mode="json")), _flat(given.model_dump(mode="json"))
+    one, other = settings_by_key(saved), settings_by_key(given)
     return [
         f"{key}: {one.get(key)} -> {other.get(key)}"
         for key in sorted(one.keys() | other.keys())

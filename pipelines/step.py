@@ -46,13 +46,14 @@ class DraftStep(nn.Module):
     def forward(self, batch: MicroBatch) -> LossSums:
         """Sums of the loss and of its metrics over the supervised slots of this rank's blocks.
 
+        Sums over ranks count every block once, also where several ranks compute it (`StepPlan.loss_scale`).
         The vocabulary sample and the selector's blocks are drawn from (seed, step), alike on every rank and
         in every micro-batch.
         """
         hidden_ABD = self.hidden(batch)
         generator = torch.Generator(device=self.device).manual_seed(self._seed * 1_000_003 + batch.step)
         with self.precision():
-            return block_loss(
+            sums = block_loss(
                 self.drafter,
                 hidden_ABD,
                 batch.labels,
@@ -63,6 +64,10 @@ class DraftStep(nn.Module):
                 batch.step,
                 generator,
             )
+        share = batch.plan.loss_scale
+        if share == 1.0:
+            return sums
+        return LossSums(share * sums.loss, {name: share * value for name, value in sums.metrics.items()})
 
     def precision(self) -> AbstractContextManager[None]:
         """bfloat16 matrix products where asked for; parameters stay float32."""

@@ -40,7 +40,7 @@ class TrainResult:
     step: int
     total_steps: int | None
     epochs: float
-    train: dict[str, float] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     best_step: int = -1
     best_accepted: float = 0.0

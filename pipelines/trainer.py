@@ -21,22 +21,30 @@ from torch import Tensor
 
 from csbp.layout import BlockLayout
 from csbp.plan import StepPlan, plan_step
+from csbp.transport import Wire
 from drafter.model import Drafter
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
 from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
-from pipelines.figures import Sums, training_figures
-from pipelines.grid import make_grid
+from pipelines.figures import STEP_KINDS, Sums, training_figures
+from pipelines.grid import make_cost, make_grid
 from pipelines.loader import Loader, MicroBatch, Prefetcher, Sharding
 from pipelines.logs import RunLog, peak_memory_bytes
 from pipelines.optimization import Engine, NonFiniteError
-from pipelines.ranks import add_over_ranks, add_tensors_over_ranks, barrier, join_ranks
+from pipelines.ranks import (
+    add_over_ranks,
+    add_tensors_over_ranks,
+    barrier,
+    join_ranks,
+    peers_named,
+    require_same,
+)
 from pipelines.run_folder import check_same_run, complete, open_folder, starting_point
-from pipelines.runfile import RunConfig
+from pipelines.runfile import RunConfig, settings_by_key
 from pipelines.step import DraftStep
 from pipelines.stopping import StopSignal
 from pipelines.train_result import TrainResult, read_result
-from pipelines.training_state import CheckpointWriter, read_moments, read_weights
+from pipelines.training_state import CheckpointWriter, list_checkpoints, read_moments, read_weights
 from pipelines.validation import validate
 
 
@@ -49,13 +57,21 @@ def run_train(config: RunConfig) -> TrainResult:
         RunFileError: `config.out` holds a run with other settings.
         DataError, ConfigError, TargetError: stores, drafter and target do not fit each other.
         NonFiniteError: the loss or a gradient stopped being a number; the message names the step.
+        RanksError: ranks were given different runs, see different files, or lost a peer.
     """
     config = complete(config)
     check_same_run(config)
     finished = read_result(config.out)
-    if finished is not None:
-        return replace(finished, status="already finished")
-    return Trainer(config).run()
+    join_ranks()
+    with peers_named():
+        require_same({
+            **settings_by_key(config),
+            "finished result": finished is not None,
+            "newest checkpoint": max(list_checkpoints(config.out), default=None),
+        })  # fmt: skip
+        if finished is not None:
+            return replace(finished, status="already finished")
+        return Trainer(config).run()
 
 
 class Trainer:
@@ -69,6 +85,7 @@ class Trainer:
         self.config = config
         self.device = device = join_ranks()
         self.corpus = Corpus(config.data)
+        require_same({"data (fingerprint of data.stores)": self.corpus.fingerprint})
         self.target = find_target(config.drafter, self.corpus)
         self.state, checkpoint = starting_point(config, self.corpus)
         self.drafter = self._make_drafter(checkpoint).to(device)
@@ -78,6 +95,8 @@ class Trainer:
         self.grid = grid = make_grid(
             config, self.corpus, self.drafter.config, head.head is head.embedding, device
         )
+        self._cost = make_cost(config, self.drafter.config)
+        self._wire = Wire(grid)
         self.lead = grid.rank == 0
         if self.lead:
             open_folder(config, self.corpus, self.drafter, grid, device)
@@ -103,7 +122,7 @@ class Trainer:
         self._line_began = time.monotonic()
         self._logged_wait = 0.0
         self._last_update: dict[str, float] = {}
-        self._train: dict[str, float] = {}
+        self._train: dict[str, Any] = {}
         self._validation: dict[str, Any] = {}
         self._validated_step = -1
 
@@ -180,6 +199,7 @@ class Trainer:
     def _step(self, batch: MicroBatch, batches: Prefetcher, slots: float, lr: float) -> float:
         """One optimizer step; returns the gradient norm."""
         scale = self.grid.world / slots
+        sent = self.engine.sent_bytes
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(self.loader.accumulation):
             if number:
@@ -188,7 +208,7 @@ class Trainer:
             with self._timed("forward"):
                 sums = self.module(batch.to(self.device))
             with self._timed("backward"):
-                self.engine.backward(sums.loss * scale)
+                self.engine.backward(sums.loss * scale, last=number + 1 == self.loader.accumulation)
             loss_sum += sums.metrics["loss"]
             self._count(batch, sums.metrics)
         try:
@@ -200,6 +220,9 @@ class Trainer:
                 f"{float(loss_sum):.4g}. Nothing of this step is saved; the newest checkpoint is good. Lower "
                 "optimizer.lr, or look at the features of this step's samples"
             ) from None
+        self._sums.add({"gradient_bytes": self.engine.sent_bytes - sent})
+        self._sums.add({f"sent_{kind}": self._wire.sent[kind] for kind in STEP_KINDS})
+        self._wire.sent.clear()
         return norm
 
     def _count(self, batch: MicroBatch, metrics: dict[str, Tensor]) -> None:
@@ -256,6 +279,7 @@ class Trainer:
             self._validation = validate(self.module, batches, self.grid)
         finally:
             batches.close()
+        self._wire.sent.clear()  # what is logged is of training alone
         log.write("validation", self.state.step, self._validation)
         log.say(
             f"step {self.state.step}: acceptance length {self._validation['acceptance_length']:.3f} over "
@@ -319,7 +343,19 @@ class Trainer:
         return drafter
 
     def _plan(self, layout: BlockLayout) -> StepPlan:
-        return plan_step(layout, self.drafter.config.layer_masks, self.grid, device=self.device)
+        parallel = self.config.parallel
+        return plan_step(
+            layout,
+            self.drafter.config.layer_masks,
+            self.grid,
+            mode=parallel.mode,
+            placement=parallel.placement,
+            transport=parallel.transport,
+            cost=self._cost,
+            retain=parallel.retain,
+            wire=self._wire,
+            device=self.device,
+        )
 
     def _loss_text(self) -> str:
         return f"  loss {self._train['loss']:.3f}" if self._train else ""

@@ -54,10 +54,8 @@ def validate(module: DraftStep, batches: Iterable[MicroBatch], grid: Grid) -> di
         batch.to(device)
         hidden_ABD = module.hidden(batch)
         with module.precision():
-            sums.add(
-                walk_metrics(
-                    module.drafter, hidden_ABD, batch.anchor_ids, batch.labels, batch.supervised, head
-                )
+            walked = walk_metrics(
+                module.drafter, hidden_ABD, batch.anchor_ids, batch.labels, batch.supervised, head
             )
             losses = block_loss(
                 module.drafter,
@@ -69,7 +67,8 @@ def validate(module: DraftStep, batches: Iterable[MicroBatch], grid: Grid) -> di
                 _PLAIN,
                 0,
             )
-        sums.add({"ce": losses.metrics["ce"], "slots": losses.metrics["slots"].sum()})
+        found = {**walked, "ce": losses.metrics["ce"], "slots": losses.metrics["slots"].sum()}
+        sums.add({name: batch.plan.loss_scale * value for name, value in found.items()})
     pooled = add_tensors_over_ranks(sums.take(), grid, device)
     blocks = float(pooled["walk_blocks"])
     accepted = float(pooled["walk_run"]) / blocks

@@ -156,9 +156,9 @@ def test_auto_takes_one_rank_where_all_fits_and_more_where_it_does_not(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_target()))
     shape = drafter_shape(DrafterConfig.for_target(tiny_target(), mask_token_id=499))
     settings = StepSettings(compute_bytes=4, feature_bytes=4)
-    assert auto_context_ranks(shape, Workload(512, 16), settings, world=2) == 1
+    assert auto_context_ranks(shape, Workload(512, 16), settings, 2, this_device(2)) == 1
     with pytest.raises(PlanError, match="smallest over P"):
-        auto_context_ranks(named_shape(QWEN), Workload(1 << 18, 4096), settings, world=2)
+        auto_context_ranks(named_shape(QWEN), Workload(1 << 18, 4096), settings, 2, this_device(2))
 
 
 def test_this_machine_has_memory():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from pipelines.runfile import (
@@ -184,3 +185,26 @@ def test_every_key_is_in_the_documentation():
         if section != "objective"
     ]
     assert [key for key in keys if key not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mode": "cp", "placement": "dealt"}, "leave both auto"),
+        ({"mode": "replicated", "context_ranks": "auto"}, "give context_ranks a number"),
+        ({"transport": "rings"}, "Input should be"),
+        ({"retain": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_a_baseline_decides_alone_and_names_are_checked(write, given, says):
+    path = write(MINIMAL + yaml.safe_dump({"parallel": given}))
+    with pytest.raises(RunFileError, match=says):
+        load_run(path)
+
+
+def test_transports_of_all_layers_and_of_each_are_read_back(tmp_path, write):
+    for transport, asked in (("ring", ("ring",)), (["halo", "auto"], ("halo", "auto"))):
+        config = load_run(write(MINIMAL + yaml.safe_dump({"parallel": {"transport": transport}})))
+        save_run(config, tmp_path / "run.yaml")
+        assert load_run(tmp_path / "run.yaml") == config
+        assert config.parallel.transports == asked
