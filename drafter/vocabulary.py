@@ -202,8 +202,9 @@ def top_k(
 ) -> Tensor:
     """Return int64 [M, k], the k best tokens of each row over the whole vocabulary, best first.
 
-    A positive multiplier and the soft cap are monotone, so the products alone decide the order. Where
-    `head.product` exists a tile is as wide as the vocabulary.
+    A positive multiplier and the soft cap are monotone, so the products alone decide the order. Fewer rows
+    than `row_tile` get wider tiles of as many products; where `head.product` exists they are as wide as the
+    vocabulary.
     """
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
@@ -215,7 +216,7 @@ def top_k(
             hidden_mD = hidden_MD[rows].to(wide)
             best = hidden_mD.new_empty(len(hidden_mD), 0)
             ids = ids_Mk.new_empty(len(hidden_mD), 0)
-            for columns in _tiles(len(head.head), vocabulary_tile):
+            for columns in _tiles(len(head.head), vocabulary_tile * row_tile // len(hidden_mD)):
                 values, places = largest(_product(hidden_mD, head.head[columns].T), k)
                 best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
                 best, places = best.topk(min(k, best.shape[1]), dim=1)
@@ -231,7 +232,8 @@ def largest(values_mv: Tensor, k: int) -> tuple[Tensor, Tensor]:
     maxima, so only those chunks are sorted. Columns c, c + chunks, c + 2 * chunks, ... make up chunk c.
     """
     width = values_mv.shape[1]
-    chunk = math.isqrt(width // k)  # makes the two things to sort, c maxima and k * w values, equally long
+    # a chunk of sqrt(V / k) makes the two things to sort equally long; the pass over chunks favours short ones
+    chunk = math.isqrt(width // k) * 2 // 3
     chunks = width // max(chunk, 1)
     if chunk < 4 or chunks <= k:
         return values_mv.topk(min(k, width), dim=1)

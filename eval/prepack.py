@@ -1,10 +1,11 @@
-"""Linear layers whose weight is also kept in oneDNN's own layout, for steps of a few rows on a CPU.
+"""Linear layers whose weight is also kept in a layout that suits a few rows, for verify steps on a CPU.
 
 `F.linear` on 4 to 8 rows takes 1.5 to 3 times a one-row step because it walks the weight in its stored order.
-A copy reordered for 8 rows makes 8 rows cost 1.2 to 1.6 times one row. One row stays with `F.linear`, which
-is as fast as or faster than any packed kernel, so plain decoding runs on its own best kernel too.
+A copy that oneDNN reordered for 8 rows makes 8 rows cost 1.2 to 1.6 times one row; for a small matrix, where
+entering oneDNN costs as much as the product, a transposed copy does. One row stays with `F.linear`, which is
+as fast as or faster than either, so plain decoding runs on its own best kernel too.
 
-The price is a second copy of every packed weight.
+The price is a second copy of every such weight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 _ROWS_HINT = 8
 _MAX_ROWS = 32
-_MIN_WEIGHTS = 1 << 18  # below this a packed call costs more to enter than it saves
+_MIN_WEIGHTS = 1 << 16  # below this there is nothing to gain
+_MIN_PACKED = 1 << 19  # from here on oneDNN's layout is the faster one
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -28,17 +30,25 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedWeight:
-    """A weight [O, I] in the layout that oneDNN prefers for a few rows."""
+    """A weight [O, I] and its copy in the layout for a few rows."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         self._plain_OI = weight_OI
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS_HINT)
+        self._transposed_IO: Tensor | None = None
+        self._packed: Tensor | None = None
+        if weight_OI.numel() < _MIN_PACKED and weight_OI.dtype == torch.float32:
+            self._transposed_IO = weight_OI.detach().T.contiguous()
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS_HINT)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., I] -> [..., O]."""
         rows = x.numel() // x.shape[-1]
         if not 1 < rows <= _MAX_ROWS:
             return F.linear(x, self._plain_OI, bias)
+        if self._transposed_IO is not None:
+            product = x @ self._transposed_IO
+            return product if bias is None else product + bias
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             x.contiguous(), self._packed, bias, "none", [], ""
         )

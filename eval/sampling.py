@@ -5,10 +5,14 @@ Shape legend: R verified rows (the anchor and K drafts), K drafts, V vocabulary,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_CHUNK = 256
+_SMALLEST_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,25 @@ def target_probabilities(logits_RV: Tensor, sampling: Sampling) -> Tensor:
     return probabilities
 
 
+def best_tokens(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, the first of equals, in a pass that a CPU can vectorise.
+
+    torch compares one element after the other: 0.6 ms of a CPU core for 7 rows of 49,152, against 0.07 ms for
+    the maxima of chunks and then the place in the best chunk.
+    """
+    chunk = math.gcd(logits.shape[-1], _CHUNK)
+    if logits.device.type != "cpu" or chunk < _SMALLEST_CHUNK:
+        return logits.argmax(dim=-1)
+    chunks = logits.unflatten(-1, (-1, chunk))
+    first = chunks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    inside = chunks.take_along_dim(first.unsqueeze(-1), dim=-2).squeeze(-2).argmax(dim=-1)
+    return first.squeeze(-1) * chunk + inside
+
+
 def pick(logits_V: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One token id, int64 [1]."""
     if sampling.greedy:
-        return logits_V.argmax(dim=-1, keepdim=True)
+        return best_tokens(logits_V)[None]
     return torch.multinomial(target_probabilities(logits_V, sampling), 1, generator=generator)
 
 
@@ -72,7 +91,7 @@ def accept(
     own. The device is waited for once.
     """
     if sampling.greedy:
-        posterior_R = logits_RV.argmax(dim=-1)
+        posterior_R = best_tokens(logits_RV)
         agreed = (posterior_R[:-1] == draft.ids).long().cumprod(dim=0).sum()
         accepted, *tokens = torch.cat([agreed[None], posterior_R]).tolist()
         return accepted, tokens[: accepted + 1]

@@ -12,7 +12,7 @@ from eval.folded_attention import folded_attention
 from eval.kv_cache import RoomyLayer, open_cache
 from eval.lookup import LookupDrafter
 from eval.prepack import PackedLinear, can_prepack, prepack_linears
-from eval.sampling import Sampling
+from eval.sampling import Sampling, best_tokens
 from eval.target import Target
 from tests.eval.conftest import tiny_drafter, tiny_model
 
@@ -24,9 +24,10 @@ needs_packing = pytest.mark.skipif(
 @needs_packing
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 33])
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear_equals_linear(rows, bias):
+@pytest.mark.parametrize("width", [640, 1100])
+def test_packed_linear_equals_linear(rows, bias, width):
     torch.manual_seed(0)
-    linear = nn.Linear(512, 640, bias=bias)
+    linear = nn.Linear(512, width, bias=bias)  # 640: transposed, 1100: in oneDNN's layout
     x = torch.randn(2, rows, 512)[:1]
     with torch.inference_mode():
         # float32 sums of 512 products in another order
@@ -36,6 +37,7 @@ def test_packed_linear_equals_linear(rows, bias):
 @needs_packing
 def test_only_large_layers_are_packed_and_parameters_stay(monkeypatch):
     monkeypatch.setattr("eval.prepack._MIN_WEIGHTS", 64 * 96)
+    monkeypatch.setattr("eval.prepack._MIN_PACKED", 97 * 64)
     model = tiny_model("llama")
     names = set(model.state_dict())
     # per layer gate, up and down (64 x 96); and the head (97 x 64)
@@ -64,6 +66,7 @@ def test_drafts_with_packed_weights_equal_those_without(monkeypatch, version):
     plain = Target(tiny_model("qwen3"))
     assert plain.frozen_head.product is None
     monkeypatch.setattr("eval.prepack._MIN_WEIGHTS", 1)
+    monkeypatch.setattr("eval.prepack._MIN_PACKED", 64 * 96)
     packed = Target(tiny_model("qwen3"))
     prepack_linears(packed.model)
     calls = []
@@ -105,6 +108,36 @@ def test_folded_attention_equals_attention_over_repeated_heads(rows, keys):
     repeated = (x.repeat_interleave(3, dim=1) for x in (k, v))
     expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask).transpose(1, 2)
     torch.testing.assert_close(mixed, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_additive_mask_is_made_once_a_forward_and_gives_the_same_sums(monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    masks = [torch.ones(5, 9, dtype=torch.bool).tril(shift)[None, None] for shift in (4, 2)]
+    given = []
+
+    def spy(*args, attn_mask, **kwargs):
+        given.append(attn_mask)
+        return F.softmax(args[0] @ args[1].mT * kwargs["scale"] + attn_mask, -1) @ args[2]
+
+    expected = [folded_attention(nn.Module(), q, k, v, mask.clone(), scaling=0.3)[0] for mask in masks]
+    monkeypatch.setattr("eval.folded_attention.F.scaled_dot_product_attention", spy)
+    mixed = [folded_attention(nn.Module(), q, k, v, mask, scaling=0.3)[0] for mask in masks * 2]
+    assert given[0] is given[2]
+    assert given[1] is given[3]
+    assert given[0] is not given[1]
+    for ours, reference in zip(mixed, expected * 2, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 96, 97, 128, 4096, 49152])
+@pytest.mark.parametrize("ties", [False, True])
+def test_best_tokens_equal_argmax(width, ties):
+    logits = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    if ties:
+        logits = logits.clamp(max=1.0).round()
+    assert torch.equal(best_tokens(logits), logits.argmax(-1))
+    assert torch.equal(best_tokens(logits[0]), logits[0].argmax(-1))
 
 
 def test_prefill_without_a_mask_stays_causal():
