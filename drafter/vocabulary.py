@@ -232,7 +232,7 @@ def largest(values_mv: Tensor, k: int) -> tuple[Tensor, Tensor]:
     maxima, so only those chunks are sorted. Columns c, c + chunks, c + 2 * chunks, ... make up chunk c.
     """
     width = values_mv.shape[1]
-    # a chunk of sqrt(V / k) makes the two things to sort equally long; the pass over chunks favours short ones
+    # chunks of sqrt(V / k) make the two things to sort equally long; the pass over them favours shorter ones
     chunk = math.isqrt(width // k) * 2 // 3
     chunks = width // max(chunk, 1)
     if chunk < 4 or chunks <= k:
