@@ -40,7 +40,8 @@ class StepPlan:
         placement: how blocks and rows were dealt out; the mode's name for a baseline.
         transports: per layer, how context K/V reach the blocks.
         loss_scale: factor on this rank's loss sum and metric sums, such that sums over ranks count every
-            block once. With it, `loss_sum · N / Z` averaged over all N ranks is exact, and so is its gradient.
+            block once. With it, `loss_sum · N / Z` averaged over all N ranks is exact, and so is its
+            gradient.
         seam: what `attention()` returns.
     """
 
