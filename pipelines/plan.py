@@ -21,7 +21,7 @@ from csbp.planner import GIB, HEADROOM, Candidate, Plan, PlanError, Question, ch
 from csbp.routes import Transport
 from drafter.config import FULL, SLIDING, DrafterConfig
 
-SHAPES = Path(__file__).parent.parent / "recipes" / "shapes"
+SHAPES = Path(__file__).parent / "shapes"
 BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
