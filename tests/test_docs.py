@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = (["python", "cli.py"], ["longdraft"])
 
 # The job's own order: a command needs what the earlier ones made.
-ORDER = ["doctor", "target", "prompts", "capture", "inspect", "train", "export", "eval", "plan", "bench"]
+ORDER = ["doctor", "target", "prompts", "capture", "train", "inspect", "export", "eval", "plan", "bench"]
 # Flags that shrink a documented command to the budget of a test; what the flag says last wins.
 SMALL = {
     "capture": ["--limit", "6", "--max-new-tokens", "24", "--kv-cache-gib", "1"],
