@@ -129,11 +129,11 @@ class _Step:
         }
 
     def _buckets(self, done: float) -> float:
-        """Copies of gradients on their way; DeepSpeed's ZeRO 2 allocates two whole buckets, one if alone."""
-        if self.settings.zero_stage == 2:
-            count = 2 if self.world > 1 else 1
-            return count * WIDE * min(REDUCTION_BUCKET, self.shape.parameter_count)
-        return WIDE * min(BUCKETS_IN_FLIGHT * REDUCTION_BUCKET, done) if self.world > 1 else 0.0
+        """Copies of gradients on their way, and DeepSpeed's own buckets under ZeRO: two where it averages."""
+        stage, alone = self.settings.zero_stage, self.world == 1
+        copies = 0.0 if alone or stage == 2 else min(BUCKETS_IN_FLIGHT * REDUCTION_BUCKET, done)
+        whole = 0 if stage == 0 else 2 if stage == 2 and not alone else 1
+        return WIDE * (copies + whole * min(REDUCTION_BUCKET, self.shape.parameter_count))
 
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
@@ -208,11 +208,12 @@ class _Step:
         }
 
     def optimizer(self) -> dict[str, float]:
-        """ZeRO 1 copies averaged gradients through one bucket."""
-        stage, count = self.settings.zero_stage, self.shape.parameter_count
-        parts = self.state(count, reducing=stage == 2)
-        if stage == 1:
-            parts["reduction buckets"] = WIDE * min(REDUCTION_BUCKET, count)
+        """ZeRO flattens the gradients of a rank's share once more; its buckets are free by then."""
+        stage, count = self.settings.zero_stage, float(self.shape.parameter_count)
+        parts = self.state(count, reducing=False)
+        if stage:
+            held = count if stage == 1 else count / self.world
+            parts["gradients"] = WIDE * (held + count / self.world)
         return parts
 
 

@@ -167,17 +167,21 @@ def test_memory_grows_with_what_it_holds():
 
 
 def test_zero_shards_optimizer_state_and_gradients():
-    """The figures that DeepSpeed 0.19 showed with float32 parameters under `PeakTracker` on two ranks."""
+    """The figures that `PeakTracker` showed around `pipelines.optimization.Engine` on two ranks."""
     count = shape(SLIDING).parameter_count
     bucket = min(REDUCTION_BUCKET, count)
-    step = {}
-    for stage in (0, 1, 2):
-        rank = share_of((SLIDING,), Workload(4096, 64), 1).ranks[0]
-        step[stage] = moments(shape(SLIDING), rank, StepSettings(zero_stage=stage), 2)["backward end"]
-    assert [step[stage]["optimizer state"] for stage in (0, 1, 2)] == [8 * count, 6 * count, 6 * count]
-    assert [step[stage]["gradients"] for stage in (0, 1, 2)] == [4 * count, 4 * count, 2 * count + 4 * bucket]
-    flight = min(count, BUCKETS_IN_FLIGHT * bucket)
-    assert [step[stage]["reduction buckets"] for stage in (0, 1, 2)] == [4 * flight, 4 * flight, 8 * bucket]
+    flight = min(BUCKETS_IN_FLIGHT * REDUCTION_BUCKET, count)
+    rank = share_of((SLIDING,), Workload(4096, 64), 1).ranks[0]
+    steps = [moments(shape(SLIDING), rank, StepSettings(zero_stage=stage), 2) for stage in (0, 1, 2)]
+
+    def parts(moment, name):
+        return [step[moment][name] for step in steps]
+
+    assert parts("update", "optimizer state") == [8 * count, 6 * count, 6 * count]
+    assert parts("backward end", "gradients") == [4 * count, 4 * count, 2 * count + 4 * bucket]
+    assert parts("backward end", "reduction buckets") == [4 * flight, 4 * (flight + bucket), 8 * bucket]
+    assert parts("update", "gradients") == [4 * count, 6 * count, 4 * count]
+    assert parts("update", "reduction buckets") == [0, 0, 0]
 
 
 def test_smallest_fitting_p_is_chosen_and_the_others_say_why():
