@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,27 +12,22 @@ from pipelines.runfile import RunConfig, load_run, save_run
 from pipelines.trainer import run_train
 
 
-def train_all(configs: Sequence[RunConfig], ranks: int) -> list[dict | str]:
-    """Train every run on the same `ranks` ranks.
+def train_all(runs: Sequence[RunConfig | Sequence[RunConfig]], ranks: int) -> list[dict | str]:
+    """Train every run on the same `ranks` ranks; several configurations for one run go to a rank each.
 
     Returns:
         Per run the result of rank 0 as a dict, or the error as text, which every rank has to raise.
     """
-    paths = []
-    for number, config in enumerate(configs):
-        paths.append(config.out.parent / f"{config.out.name}-{number}.yaml")
-        paths[-1].parent.mkdir(parents=True, exist_ok=True)
-        save_run(config, paths[-1])
-    outcomes = run_ranks(_worker, ranks, [[str(path)] * ranks for path in paths])
+    files = []
+    for number, run in enumerate(runs):
+        configs = [run] * ranks if isinstance(run, RunConfig) else list(run)
+        paths = [config.out.parent / f"run-{number}-{rank}.yaml" for rank, config in enumerate(configs)]
+        for config, path in zip(configs, paths, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_run(config, path)
+        files.append([str(path) for path in paths])
+    outcomes = run_ranks(_worker, ranks, files)
     return [_one(list(each)) for each in zip(*outcomes, strict=True)]
-
-
-def train_apart(configs: Sequence[RunConfig], folder: Path) -> list[dict | str]:
-    """Start one run with another run file on every rank; the outcome of each rank."""
-    paths = [str(folder / f"rank-{rank}.yaml") for rank in range(len(configs))]
-    for config, path in zip(configs, paths, strict=True):
-        save_run(config, Path(path))
-    return [outcome for (outcome,) in run_ranks(_worker, len(configs), [paths])]
 
 
 def _one(outcomes: list[dict | str]) -> dict | str:

@@ -12,7 +12,7 @@ from pipelines.logs import read_metrics
 from pipelines.runfile import RunConfig, save_run
 from pipelines.trainer import run_train
 from pipelines.training_state import find_checkpoint, read_weights
-from tests.pipelines.rank_worker import train_all, train_apart
+from tests.pipelines.rank_worker import train_all
 from tests.pipelines.tiny_run import make_run, make_store, make_target
 
 pytestmark = pytest.mark.ranks
@@ -99,6 +99,8 @@ def two_ranks(one_rank):
         "three context ranks": shared(one_rank, "three", context_ranks=3),
         "five samples": make_run(one_rank.out.parent, out=one_rank.out.parent / "five", batch={"samples": 5}),
         "transports": shared(one_rank, "transports", context_ranks=2, transport=["ring"]),
+        # as when `out` is a folder of each node's own: without a word, one would go on and the other begin
+        "apart": [shared(one_rank, f"apart-{rank}", context_ranks=2) for rank in range(2)],
     }
     return runs, dict(zip(runs, train_all(list(runs.values()), 2), strict=True))
 
@@ -147,9 +149,10 @@ def test_lines_say_what_was_sent(one_rank, two_ranks):
         ("three context ranks", r"TopologyError: context_ranks must divide the world of 2 ranks, found 3"),
         ("five samples", r"DataError: batch.samples = 5 must be a multiple"),
         ("transports", r"PlanError: transport must name one way, or one for each of 2 layers, found 1"),
+        ("apart", r"RanksError: every rank must see the same out, but rank 0 sees"),
     ],
 )
-def test_what_does_not_divide_is_refused_on_every_rank(two_ranks, name, says):
+def test_what_does_not_fit_together_is_refused_on_every_rank(two_ranks, name, says):
     assert isinstance(two_ranks[1][name], str)
     assert two_ranks[1][name].startswith(says)
 
@@ -189,15 +192,6 @@ def test_four_ranks_and_samples_shorter_than_the_context_ranks(one_rank, tmp_pat
     same_lines(one_rank, grid)
     same_weights(one_rank, grid)
     same_weights(alone, split)
-
-
-def test_ranks_that_were_given_different_runs_are_told_so(one_rank):
-    """As when `out` is a folder of each node's own: without a word, one would go on and the other begin."""
-    folder = one_rank.out.parent
-    apart = train_apart([shared(one_rank, f"apart-{rank}", context_ranks=2) for rank in range(2)], folder)
-    for outcome in apart:
-        assert isinstance(outcome, str)
-        assert outcome.startswith("RanksError: every rank must see the same out")
 
 
 def test_resume_on_another_number_of_ranks(one_rank, tmp_path):
