@@ -25,6 +25,8 @@ SMALL = {
         "--data.validation_fraction", "0.2", "--precision", "fp32",
     ],
     "eval": ["--limit", "1", "--max-new-tokens", "8"],
+    "bench exactness": ["--only", "fewer"],
+    "bench device": ["--rows", "8", "--no-link"],
 }  # fmt: skip
 # Commands that this test does not call, and where they are called.
 ELSEWHERE = {
