@@ -222,10 +222,10 @@ def _check_size(plan: Plan, writer: StoreWriter, options: CaptureOptions) -> Non
     Console(stderr=True).print(
         f"{len(plan.tasks):,} records to capture: {size}; {free / 2**30:.1f} GiB free", highlight=False
     )
-    if options.disk_budget_gib is not None and there + needed > options.disk_budget_gib * 2**30:
+    if options.disk_budget is not None and there + needed > options.disk_budget * 2**30:
         raise CaptureError(
             f"the store would need {size} besides the {there / 2**30:.2f} GiB that it has, more than "
-            f"the budget of {options.disk_budget_gib:g} GiB; use fewer records (--limit), shorter ones "
+            f"the budget of {options.disk_budget:g} GiB; use fewer records (--limit), shorter ones "
             "or fewer taps"
         )
     if not options.regenerate and needed > free:

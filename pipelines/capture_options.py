@@ -57,8 +57,8 @@ class CaptureOptions(BaseModel):
     feature_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="dtype of the stored rows."
     )
-    disk_budget_gib: float | None = Field(
-        default=None, gt=0, description="Refuse to begin if the store could grow beyond this."
+    disk_budget: float | None = Field(
+        default=None, gt=0, description="GiB; refuse to begin if the store could grow beyond this."
     )
     kv_cache_gib: float | None = Field(default=None, gt=0, description="Key/value cache of vLLM on a CPU.")
     hidden_cache: Literal["auto", "paged", "bounded"] = Field(

@@ -261,7 +261,7 @@ def test_size_is_said_before_and_refused_beyond_the_budget(
     data = lines(tmp_path / "d.jsonl", {"text": "x" * 100})
     row = len(TAPS) * HIDDEN * 4
     with pytest.raises(CaptureError, match=rf"100 tokens x {row:,} bytes.*budget"):
-        run_capture(options(target, tmp_path / "s", data, disk_budget_gib=1e-6))
+        run_capture(options(target, tmp_path / "s", data, disk_budget=1e-6))
     assert f"100 tokens x {row:,} bytes" in " ".join(capsys.readouterr().err.split())
     assert not list((tmp_path / "s/samples").iterdir())
 
