@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = (["python", "cli.py"], ["longdraft"])
 
 # The job's own order: a command needs what the earlier ones made.
-ORDER = ["doctor", "target", "prompts", "capture", "train", "inspect", "export", "eval", "plan", "bench"]
+ORDER = ["doctor", "target", "prompts", "capture", "train", "inspect", "export", "eval", "bench", "plan"]
 # Flags that shrink a documented command to the budget of a test; what the flag says last wins.
 SMALL = {
     "capture": ["--limit", "6", "--max-new-tokens", "24", "--kv-cache-gib", "1"],
@@ -26,7 +26,7 @@ SMALL = {
     ],
     "eval": ["--limit", "1", "--max-new-tokens", "8"],
     "bench exactness": ["--only", "fewer"],
-    "bench device": ["--rows", "8", "--no-link"],
+    "bench device": ["--rows", "8"],
 }  # fmt: skip
 # Commands that this test does not call, and where they are called.
 ELSEWHERE = {
