@@ -259,6 +259,18 @@ def csbp(options: Any, json_file: JsonFile = None) -> None:
         raise typer.Exit(1)
 
 
+@_job("pipelines.bench_long:LongOptions", group=bench)
+def long(options: Any, json_file: JsonFile = None) -> None:
+    """Step time by part, memory and bytes as the sequence grows at the same work; bounds with --check.
+
+    Example: python cli.py bench long --contexts 65536,262144,1048576 --layers sliding --json long.json
+    """
+    result = _load("pipelines.bench_long:run_bench_long")(options)
+    _show(result, "pipelines.bench_long:render_bench_long", json_file)
+    if result.missed:
+        raise typer.Exit(1)
+
+
 def _log_to_stderr() -> None:
     handler = logging.StreamHandler()
     for name in HOUSE:

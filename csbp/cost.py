@@ -109,13 +109,15 @@ class Workload:
         context: rows L of one sequence.
         anchors: blocks drawn from one sequence.
         sequences: sequences of the micro-batch; the context axis is their concatenation.
-        anchor_rule: `uniform` draws anchors anywhere, `locality` one block apart in one neighbourhood.
+        anchor_rule: `uniform` draws anchors anywhere, `locality` one block apart in neighbourhoods.
+        neighbourhoods: of one sequence, evenly apart; `uniform` has none.
     """
 
     context: int
     anchors: int
     sequences: int = 1
     anchor_rule: AnchorRule = "uniform"
+    neighbourhoods: int = 1
 
     def __post_init__(self) -> None:
         if self.context < 2 or self.anchors < 1 or self.sequences < 1:
@@ -127,6 +129,11 @@ class Workload:
             raise ShapeError(
                 f"{self.anchors} anchors do not fit in a context of {self.context} rows, which has "
                 f"{self.context - 1} anchor positions; lower anchors or raise context"
+            )
+        if not 1 <= self.neighbourhoods <= self.anchors:
+            raise ShapeError(
+                f"{self.anchors} anchors make at least 1 and at most {self.anchors} neighbourhoods, "
+                f"found {self.neighbourhoods}"
             )
 
     @property
@@ -145,7 +152,8 @@ def union_rows(work: Workload, window: int | None, block_size: int) -> float:
 
     Uniform anchors are a draw of A from the L - 1 positions without replacement, so row t is needed by nobody
     with probability C(L - 1 - m, A) / C(L - 1, A), where m = min(W - 1, L - 1 - t) positions would need it.
-    Anchors of one neighbourhood stand `block_size` apart, so their windows overlap (or touch) in one run.
+    Anchors of a neighbourhood stand `block_size` apart, so their windows overlap (or touch) in one run;
+    neighbourhoods are taken to stand further apart than a window.
 
     Args:
         work: the micro-step.
@@ -160,7 +168,8 @@ def union_rows(work: Workload, window: int | None, block_size: int) -> float:
         return float(work.rows)
     history = min(window - 1, length - 1)
     if work.anchor_rule == "locality":
-        span = (anchors - 1) * min(block_size, history) + history
+        groups = work.neighbourhoods
+        span = (anchors - groups) * min(block_size, history) + groups * history
         return float(min(span, length) * work.sequences)
     positions = length - 1
     base = _log_choose(positions, anchors)

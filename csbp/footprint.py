@@ -22,6 +22,7 @@ REDUCTION_BUCKET = 1 << 25  # gradients averaged at once: 128 MiB, enough to fil
 BUCKETS_IN_FLIGHT = 4  # at stages 0 and 1; what is started beyond them waits for the oldest
 
 ROW_TILE, VOCABULARY_TILE = 512, 2048  # of a tile of logits (the objective's defaults)
+CONTEXT_CHUNK = 4096  # context rows that are widened, or made again, at a time (the drafter's default)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class StepSettings:
         accumulate: gradients of earlier micro-batches are alive.
         tensor_cores: narrow products accumulate in float32 by themselves, so the loss casts no head rows.
         retain: received shards that a ring keeps, as in `csbp.plan.plan_step`; None keeps all.
+        recompute_context: context rows are made again in the backward pass, chunk by chunk.
         placement: who owns what, as in `plan_step`.
         transports: how context rows reach the blocks: one way for all layers, or one a layer.
     """
@@ -51,6 +53,7 @@ class StepSettings:
     accumulate: bool = False
     tensor_cores: bool = True
     retain: int | None = None
+    recompute_context: bool = False
     placement: Placement | Literal["auto"] = "auto"
     transports: tuple[Transport | Literal["auto"], ...] = ("auto",)
 
@@ -138,20 +141,33 @@ class _Step:
     def context(self, layers: int) -> dict[str, float]:
         """Fused rows, and the keys and values of the first `layers` layers."""
         rows, c = self.share.feature_rows, self.settings.compute_bytes
+        again = self.settings.recompute_context
+        chunk = min(rows, CONTEXT_CHUNK)
         copies = 0 if self.settings.feature_bytes == c else c
+        selected = 0 if again else sum(self.share.selections) * self.shape.hidden * c
         return {
-            "feature copy": rows * self.shape.feature_width * copies,
-            "fused rows": rows * (2 * self.shape.hidden * c + WIDE)
-            + sum(self.share.selections) * self.shape.hidden * c,
+            "feature copy": chunk * self.shape.feature_width * copies,
+            "fused rows": (chunk if again else rows) * (2 * self.shape.hidden * c + WIDE) + selected,
             "context keys and values": sum(map(self._context_layer, self.share.layers[:layers])),
             "received rows": sum(layer.kept_bytes for layer in self.share.layers[:layers]),
         }
 
     def _context_layer(self, layer: LayerShare) -> float:
-        """Keys before and after their norm, values, and the norm's statistics."""
-        return layer.own_rows * (
-            3 * self.shape.kv_width * self.settings.compute_bytes + WIDE * self.shape.kv_heads
-        )
+        """Keys before and after their norm, values, norm statistics; what is made again keeps the results."""
+        keys_values = 2 * self.shape.kv_width * self.settings.compute_bytes
+        if self.settings.recompute_context:
+            return layer.own_rows * keys_values
+        return layer.own_rows * (1.5 * keys_values + WIDE * self.shape.kv_heads)
+
+    def key_value_gradients(self, layer: int) -> float:
+        """What waits for the backward pass of the context: fused rows' gradient, or that of later layers'
+        keys and values.
+        """
+        element = self.settings.compute_bytes
+        if not self.settings.recompute_context:
+            return self.share.feature_rows * self.shape.hidden * element
+        rows = sum(later.own_rows for later in self.share.layers[layer + 1 :])
+        return rows * 2 * self.shape.kv_width * element
 
     def blocks(self, layers: int) -> float:
         return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
@@ -194,12 +210,16 @@ class _Step:
             "block activations": self.blocks(layer + 1),
             "weight copies": self.casts(),
             "backward temporaries": self.block_rows * widest + context,
-            "context gradient": self.share.feature_rows * self.shape.hidden * element,
+            "context gradient": self.key_value_gradients(layer),
             "messages": self.share.layers[layer].moving_bytes,
         }
 
     def backward_fusion(self) -> dict[str, float]:
-        gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
+        if self.settings.recompute_context:
+            chunk = 2 * min(self.share.feature_rows, CONTEXT_CHUNK) * self.shape.hidden * WIDE
+            gradient = self.key_value_gradients(-1) + chunk
+        else:
+            gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
         return {
             **self.state(self.shape.parameter_count),
             **self.context(0),

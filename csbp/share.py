@@ -81,7 +81,8 @@ class ReplicaShare:
 def draw_layout(work: Workload, block_size: int) -> BlockLayout:
     """One draw of the anchors of a micro-step; every token but a sequence's first may be an anchor.
 
-    A neighbourhood stands in the middle of its sequence, where a full layer sees the mean context.
+    One neighbourhood stands in the middle of its sequence, where a full layer sees the mean context; several
+    stand in the middles of equal parts of it.
     """
     generator = torch.Generator().manual_seed(0)
     anchors = []
@@ -89,12 +90,21 @@ def draw_layout(work: Workload, block_size: int) -> BlockLayout:
         if work.anchor_rule == "uniform":
             drawn = 1 + torch.randperm(work.context - 1, generator=generator)[: work.anchors].sort().values
         else:
-            distance = max(1, min(block_size, (work.context - 1) // work.anchors))
-            first = 1 + (work.context - 1 - distance * (work.anchors - 1) - 1) // 2
-            drawn = first + distance * torch.arange(work.anchors)
+            drawn = _neighbourhoods(work, block_size)
         anchors.append(drawn)
     starts = work.context * torch.arange(work.sequences).repeat_interleave(work.anchors)
     return BlockLayout(torch.cat(anchors) + starts, starts, work.rows, block_size)
+
+
+def _neighbourhoods(work: Workload, block_size: int) -> Tensor:
+    """Anchors of one sequence: runs of one block distance, each in the middle of its part of the sequence."""
+    part = (work.context - 1) // work.neighbourhoods
+    runs = []
+    for number, run in enumerate(torch.arange(work.anchors).tensor_split(work.neighbourhoods)):
+        distance = max(1, min(block_size, part // len(run)))
+        first = 1 + number * part + (part - distance * (len(run) - 1) - 1) // 2
+        runs.append(first + distance * torch.arange(len(run)))
+    return torch.cat(runs)
 
 
 # a plan asks again for other ZeRO stages and worlds, which change nothing here

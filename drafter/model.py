@@ -9,14 +9,17 @@ H query heads, G key/value heads, E head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from drafter.attention import BlockAttention
 from drafter.config import DrafterConfig
+from drafter.context import CHUNK, Features, project
 from drafter.convolution import GroupedDynamicCausalConv
 from drafter.norm import RMSNorm
 from drafter.rope import Rotary, rotate
@@ -25,6 +28,9 @@ from drafter.selector import CandidateSelector
 INITIALIZER_STD = 0.02
 
 Angles = tuple[Tensor, Tensor]
+
+
+KeysValues = tuple[Tensor, Tensor]
 
 
 class Context(NamedTuple):
@@ -62,14 +68,13 @@ class Attention(nn.Module):
         self,
         rows_ABD: Tensor,
         block_angles: Angles,
-        context: Context,
+        context: KeysValues,
         attention: BlockAttention,
         layer: int,
     ) -> Tensor:
         q_ABHE = self.q_norm(self.q_proj(rows_ABD).unflatten(-1, (-1, self.head_dim)))
         k_block, v_block = self.keys_values(rows_ABD, block_angles)
-        k_context, v_context = self.keys_values(context.rows, context.angles)
-        mixed_ABHE = attention(layer, rotate(q_ABHE, *block_angles), k_block, v_block, k_context, v_context)
+        mixed_ABHE = attention(layer, rotate(q_ABHE, *block_angles), k_block, v_block, *context)
         projected: Tensor = self.o_proj(mixed_ABHE.flatten(-2))
         return projected
 
@@ -106,7 +111,7 @@ class Layer(nn.Module):
         self,
         h_ABD: Tensor,
         block_angles: Angles,
-        context: Context,
+        context: KeysValues,
         attention: BlockAttention,
         layer: int,
     ) -> Tensor:
@@ -161,17 +166,16 @@ class Drafter(nn.Module):
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         """Project taps, side by side in `target_layer_ids` order, to context rows [T, D] of all layers."""
-        if not torch.is_autocast_enabled(features_TF.device.type):
-            features_TF = features_TF.to(self.fc.weight.dtype)  # autocast would only halve them again
-        if self.feature_scale is None:
-            context_TD: Tensor = self.hidden_norm(self.fc(features_TF))
-        else:
-            context_TD = self.hidden_norm(F.linear(features_TF, self.fc.weight * self.feature_scale))
+        weight = self.fc.weight if self.feature_scale is None else self.fc.weight * self.feature_scale
+        # autocast narrows both; a stored row gets no gradient
+        widen = features_TF.dtype != weight.dtype and not torch.is_autocast_enabled(features_TF.device.type)
+        fused_TD = _Fuse.apply(features_TF, weight) if widen else F.linear(features_TF, weight)
+        context_TD: Tensor = self.hidden_norm(fused_TD)
         return context_TD
 
     def forward(
         self,
-        context_TD: Tensor,
+        context: Tensor | Features,
         context_positions_T: Tensor,
         block_embeddings_ABD: Tensor,
         block_positions_AB: Tensor,
@@ -180,7 +184,8 @@ class Drafter(nn.Module):
         """Return final-normed hidden states [A, B, D] of all block rows; row j predicts its own position.
 
         Args:
-            context_TD: fused features of the context rows at hand, from `fuse`; T may be 0.
+            context: fused features [T, D] of the context rows at hand, from `fuse`, or `Features` to be
+                fused and projected in chunks and once more in the backward pass; T may be 0.
             context_positions_T: int64 [T], rotary positions of these rows.
             block_embeddings_ABD: from `drafter.frozen.embed_blocks`; A may be 0.
             block_positions_AB: int64 [A, B], rotary positions of the block rows.
@@ -188,16 +193,47 @@ class Drafter(nn.Module):
         """
         h_ABD = block_embeddings_ABD.to(self.norm.weight.dtype)
         block_angles = self.rotary(block_positions_AB, h_ABD.dtype)
-        everything = Context(context_TD, self.rotary(context_positions_T, h_ABD.dtype))
-        context, selection = everything, None
-        for index, layer in enumerate(self.layers):
-            wanted = attention.context_rows(index)
-            if wanted is not selection:
-                # layers with one mask share one selection; gathering it once saves its copies and gradients
-                context, selection = _select(everything, wanted), wanted
-            h_ABD = layer(h_ABD, block_angles, context, attention, index)
+        keys_values = self._keys_values(context, context_positions_T, attention)
+        for index, (layer, pair) in enumerate(zip(self.layers, keys_values, strict=True)):
+            h_ABD = layer(h_ABD, block_angles, pair, attention, index)
         normed: Tensor = self.norm(h_ABD)
         return normed
+
+    def _keys_values(
+        self, context: Tensor | Features, positions_T: Tensor, attention: BlockAttention
+    ) -> Iterator[KeysValues]:
+        """Keys and values of the context, layer by layer."""
+        selections = [attention.context_rows(layer) for layer in range(len(self.layers))]
+        if isinstance(context, Features):
+            yield from project(self, context, positions_T, selections)
+            return
+        everything = Context(context, self.rotary(positions_T, self.norm.weight.dtype))
+        rows, selection = everything, None
+        for layer, wanted in zip(self.layers, selections, strict=True):
+            if wanted is not selection:
+                # layers with one mask share one selection; gathering it once saves its copies and gradients
+                rows, selection = _select(everything, wanted), wanted
+            yield layer.self_attn.keys_values(*rows)
+
+
+class _Fuse(torch.autograd.Function):
+    """A product with rows of a narrower dtype, of which only a chunk is widened at a time."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, features_TF: Tensor, weight_DF: Tensor) -> Tensor:
+        ctx.save_for_backward(features_TF, weight_DF)
+        fused_TD = weight_DF.new_empty(len(features_TF), len(weight_DF))
+        for features, fused in zip(features_TF.split(CHUNK), fused_TD.split(CHUNK), strict=True):
+            torch.mm(features.to(weight_DF.dtype), weight_DF.T, out=fused)
+        return fused_TD
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[None, Tensor]:
+        features_TF, weight_DF = ctx.saved_tensors
+        weight = torch.zeros_like(weight_DF)
+        for features, gradient in zip(features_TF.split(CHUNK), gradient_TD.split(CHUNK), strict=True):
+            weight.addmm_(gradient.T, features.to(weight.dtype))
+        return None, weight
 
 
 def _select(context: Context, wanted: Tensor | None) -> Context:

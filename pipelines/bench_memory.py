@@ -25,6 +25,7 @@ from csbp.processes import run_ranks
 from csbp.share import draw_layout, replica_share
 from csbp.topology import Grid
 from drafter.config import FULL, SLIDING, DrafterConfig
+from drafter.context import Features
 from drafter.frozen import FrozenHead, embed_blocks
 from drafter.model import Drafter
 from drafter.objective import ObjectiveConfig, block_loss
@@ -41,7 +42,9 @@ class MemoryCase:
         context, anchors, ranks: of the replica.
         hidden, vocabulary, version: of the drafter.
         precision: compute dtype; features are stored in bfloat16 under bf16, else in float32.
+        narrow_features: they are stored in bfloat16 in any case.
         retain: received shards that a ring keeps.
+        recompute: context rows are made again in the backward pass.
     """
 
     name: str
@@ -53,7 +56,17 @@ class MemoryCase:
     vocabulary: int = 2048
     version: int = 2
     precision: Literal["fp32", "bf16"] = "fp32"
+    narrow_features: bool = False
     retain: int | None = None
+    recompute: bool = False
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.narrow_features or self.precision == "bf16" else torch.float32
 
 
 CASES = (
@@ -67,6 +80,11 @@ CASES = (
     MemoryCase("full layers, 2 ranks", "ff", 8192, 64, ranks=2),
     MemoryCase("full layers, 3 ranks, ring of two shards", "fff", 4096, 256, ranks=3, retain=1),
     MemoryCase("mixed layers, 2 ranks", "sfs", 4096, 128, ranks=2),
+    MemoryCase("bf16 features, fp32 products", "ff", 16384, 32, narrow_features=True),
+    MemoryCase("context made again", "ff", 32768, 32, narrow_features=True, recompute=True),
+    MemoryCase(
+        "context made again, bf16, 2 ranks", "fs", 32768, 32, ranks=2, precision="bf16", recompute=True
+    ),
 )
 
 
@@ -127,9 +145,13 @@ def run_bench_memory(options: BenchMemoryOptions) -> BenchMemoryResult:
 def _estimate(case: MemoryCase) -> tuple[tuple[str, ...], float]:
     """Transports, and the planner's peak bytes of the most loaded rank."""
     shape = drafter_shape(_config(case))
-    element = 2 if case.precision == "bf16" else 4
+    element = case.compute_bytes
     settings = StepSettings(
-        compute_bytes=element, feature_bytes=element, tensor_cores=False, retain=case.retain
+        compute_bytes=element,
+        feature_bytes=case.feature_dtype.itemsize,
+        tensor_cores=False,
+        retain=case.retain,
+        recompute_context=case.recompute,
     )
     share = replica_share(
         shape,
@@ -187,10 +209,11 @@ def _measure(case: MemoryCase) -> int:
         layout,
         config.layer_masks,
         grid,
-        cost=step_cost(shape, PRESETS["cpu"], 2 if narrow else 4),
+        cost=step_cost(shape, PRESETS["cpu"], case.compute_bytes),
         retain=case.retain,
     )
-    features = torch.randn(sum(stop - start for start, stop in plan.rows), config.feature_width).to(dtype)
+    rows = sum(stop - start for start, stop in plan.rows)
+    features = torch.randn(rows, config.feature_width).to(case.feature_dtype)
     anchors = layout.anchors[plan.own]
     ids = torch.randint(0, case.vocabulary, (len(anchors),))
     labels = torch.randint(0, case.vocabulary, (len(anchors), config.num_drafts))
@@ -202,7 +225,7 @@ def _measure(case: MemoryCase) -> int:
         autocast = torch.autocast("cpu", torch.bfloat16) if narrow else contextlib.nullcontext()
         with autocast:
             hidden = drafter(
-                drafter.fuse(features),
+                Features(features) if case.recompute else drafter.fuse(features),
                 plan.row_positions,
                 embed_blocks(head, config, ids),
                 positions,

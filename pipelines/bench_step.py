@@ -76,20 +76,25 @@ class StepSetting:
     retain: int | None = None
 
     def config(self) -> DrafterConfig:
-        kinds = {
-            "full": [FULL] * self.draft_layers,
-            "sliding": [SLIDING] * self.draft_layers,
-            "mixed": [SLIDING] * (self.draft_layers - 1) + [FULL],
-        }
-        return DrafterConfig.for_target(
-            TARGET,
-            version=self.version,
-            mask_token_id=0,
-            num_layers=self.draft_layers,
-            block_size=self.block,
-            layer_types=kinds[self.layers],
-            sliding_window=self.window,
-        )
+        return target_drafter(self.layers, self.draft_layers, self.window, self.block, self.version)
+
+
+def target_drafter(
+    layers: Literal["full", "sliding", "mixed"], count: int, window: int, block: int, version: int
+) -> DrafterConfig:
+    """A drafter like the demo's; `mixed` is sliding layers with a full one last."""
+    kinds = {"full": [FULL] * count, "sliding": [SLIDING] * count, "mixed": [SLIDING] * (count - 1) + [FULL]}
+    return DrafterConfig.for_target(
+        TARGET,
+        version=version,
+        mask_token_id=0,
+        num_layers=count,
+        block_size=block,
+        layer_types=kinds[layers],
+        sliding_window=window,
+        selector_rank=64,
+        selector_parametrisation="low_rank",
+    )
 
 
 @dataclass

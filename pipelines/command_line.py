@@ -50,11 +50,13 @@ def with_flags(
     ]
     by_place = set(arguments)
     tables = [name for name, field in model.model_fields.items() if get_origin(field.annotation) is dict]
+    lists = [name for name, field in model.model_fields.items() if _takes_commas(field.annotation)]
 
     def callback(**given: Any) -> None:
         extra = {p.name: given.pop(p.name) for p in rest}
         values = {name: value for name, value in given.items() if value is not None and value != []}
         values |= {name: _pairs(name, values[name]) for name in tables if name in values}
+        values |= {name: ",".join(values[name]).split(",") for name in lists if name in values}
         try:
             options = model.model_validate(values)
         except ValidationError as error:
@@ -109,13 +111,21 @@ def _flag_type(annotation: Any) -> tuple[Any, bool]:
     if get_origin(annotation) is Annotated:
         return _flag_type(get_args(annotation)[0])
     if get_origin(annotation) in (list, tuple):
-        item = get_args(annotation)[0]
+        item = str if _takes_commas(annotation) else get_args(annotation)[0]
         return (item if item in PLAIN else str), True
     if get_origin(annotation) is dict:
         return str, True
     if get_origin(annotation) is Literal:
         return (annotation if all(isinstance(v, str) for v in get_args(annotation)) else str), False
     return (annotation if annotation in PLAIN else str), False
+
+
+def _takes_commas(annotation: Any) -> bool:
+    """Whether a list may be written `1,2,3`, besides repeating its flag: no item can hold a comma itself."""
+    if get_origin(annotation) not in (list, tuple):
+        return False
+    item = get_args(annotation)[0]
+    return item in (int, float) or get_origin(item) is Literal
 
 
 def _pairs(name: str, texts: list[str]) -> dict[str, Any]:
