@@ -29,7 +29,7 @@ from pipelines.engine_vllm import VllmEngine, refuse_target
 from pipelines.files import write_text_atomically
 from pipelines.parity import PARITY_TOKENS, compare_rows, parity_tolerance, reference_states
 from pipelines.records import Rejection, read_records
-from pipelines.rowfile import DTYPES
+from pipelines.rowformat import DTYPES
 from pipelines.store import Manifest, StoreWriter
 from pipelines.store_counts import store_bytes, store_counts
 from pipelines.target import load_tokenizer, resolve_target

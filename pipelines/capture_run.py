@@ -129,9 +129,7 @@ class CapturePass:
                 check.add(rows)
             check.finish(distinct)
             files = captured.files
-            self._writer.adopt(
-                sample, [f.path for f in files], [f.sha256 for f in files], [f.rows for f in files]
-            )
+            self._writer.adopt(sample, {"features": [(f.path, f.sha256, f.rows) for f in files]})
             self.figures.rows += sum(file.rows for file in files)
         else:
             with self._writer.stream() as stream:

@@ -27,7 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-from pipelines.rowfile import DTYPES, RowFile, StoreError
+from pipelines.rowfile import RowFile, StoreError
+from pipelines.rowformat import DTYPES, RowFormat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,7 +195,8 @@ class _RequestRows:
                 self._close()
             if self._open is None:
                 path = Path(f"{self._base}.{len(self._files):03d}.rows")
-                self._open = RowFile(path, rows_TW.shape[1], self._dtype, buffer_bytes=_BUFFER_BYTES)
+                row_format = RowFormat("features", self._dtype, 1, rows_TW.shape[1])
+                self._open = RowFile(path, row_format, buffer_bytes=_BUFFER_BYTES)
             self._open.append(rows_TW, finite=finite)
         except StoreError as error:
             self._error = f"{type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 A safetensors file is an 8-byte header length, a JSON header and raw data. The header may be padded with
 blanks, so a file with a header area of fixed size can be appended to first and given its header when the
-number of rows is known. One file holds one tensor, `features` [rows, width].
+number of rows is known. One file holds one tensor of rows (`pipelines.rowformat`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-TENSOR = "features"
+from pipelines.rowformat import RowFormat
+
 HEADER_BYTES = 1024  # multiple of 64: data stay aligned for memory maps
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_LONGEST_HEADER = 1 << 20
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -43,16 +44,14 @@ class RowFile:
 
     Args:
         path: file to create, or to continue if it exists.
-        width: elements of a row.
-        dtype: dtype of the stored rows; appended tensors are converted to it.
+        row_format: of the rows.
         buffer_bytes: rows held in memory before they go to the operating system (0 writes through).
     """
 
-    def __init__(self, path: Path, width: int, dtype: torch.dtype, buffer_bytes: int = 0) -> None:
+    def __init__(self, path: Path, row_format: RowFormat, buffer_bytes: int = 0) -> None:
         self.path = path
-        self.width = width
-        self.dtype = dtype
-        self.row_bytes = width * dtype.itemsize
+        self.format = row_format
+        self.row_bytes = row_format.row_bytes
         self._hash = hashlib.sha256()
         with disk_errors(path):
             self._stream = path.open("r+b" if path.exists() else "w+b", buffering=buffer_bytes)
@@ -71,30 +70,40 @@ class RowFile:
         self._segment_start = self.rows
         self._hash = hashlib.sha256()
 
-    def append(self, rows_TW: Tensor, *, finite: bool = False) -> None:
-        """Append [T, width] rows of any float dtype; `finite` says that they have been checked.
+    def append(self, rows: Tensor, *, finite: bool = False) -> None:
+        """Append [T, width] rows of any float dtype, or packed ones, uint8 [T, row_bytes].
+
+        Args:
+            rows: in any memory.
+            finite: they have been checked; packed rows always have been.
 
         Raises:
             NonFiniteError: a row is not finite in the stored dtype; the message gives row and column.
             DiskFullError: the file cannot grow.
         """
-        rows_TW = rows_TW.detach().to(device="cpu", dtype=self.dtype).contiguous()
-        if rows_TW.ndim != 2 or rows_TW.shape[1] != self.width:
-            raise StoreError(f"expected rows of width {self.width}, found shape {tuple(rows_TW.shape)}")
-        if not finite and not bool(torch.isfinite(rows_TW).all()):
-            row, column = (~torch.isfinite(rows_TW)).nonzero()[0].tolist()
-            at = self.rows - self._segment_start + row
-            raise NonFiniteError(
-                f"non-finite value ({rows_TW[row, column].item()}) in row {at}, column {column} "
-                f"(stored as {str(self.dtype).removeprefix('torch.')})"
-            )
-        data = rows_TW.view(torch.uint8).numpy().data.cast("B")
+        packed = rows if rows.dtype == torch.uint8 else self._packed(rows, finite=finite)
+        if packed.ndim != 2 or packed.shape[1] != self.row_bytes:
+            raise StoreError(f"expected rows of {self.row_bytes} bytes, found shape {tuple(packed.shape)}")
+        data = packed.cpu().contiguous().numpy().reshape(-1).data
         with disk_errors(self.path):
             written = 0
             while written < len(data):  # an unbuffered stream may write less than asked
                 written += self._stream.write(data[written:])
         self._hash.update(data)
-        self.rows += rows_TW.shape[0]
+        self.rows += packed.shape[0]
+
+    def _packed(self, rows_TW: Tensor, *, finite: bool) -> Tensor:
+        if rows_TW.ndim != 2 or rows_TW.shape[1] != self.format.width:
+            raise StoreError(f"expected rows of width {self.format.width}, found {tuple(rows_TW.shape)}")
+        rows_TW = self.format.cast(rows_TW)
+        if not finite and not bool(torch.isfinite(rows_TW).all()):
+            row, column = (~torch.isfinite(rows_TW)).nonzero()[0].tolist()
+            at = self.rows - self._segment_start + row
+            raise NonFiniteError(
+                f"non-finite value ({rows_TW[row, column].item()}) in row {at}, column {column} "
+                f"(stored as {str(self.format.stored).removeprefix('torch.')})"
+            )
+        return self.format.pack(rows_TW)
 
     def end_segment(self) -> dict[str, Any]:
         """{"part", "part_row", "rows", "sha256"} of the rows since `begin_segment`."""
@@ -131,7 +140,7 @@ class RowFile:
         with disk_errors(self.path):
             self._stream.truncate(self.bytes)
             self._stream.seek(0)
-            self._stream.write(_header(self.rows, self.width, self.dtype))
+            self._stream.write(_header(self.rows, self.format))
         self.sync()
         self._stream.close()
 
@@ -140,9 +149,49 @@ class RowFile:
         self._stream.close()
 
 
-def sealed_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
+class PartReader:
+    """Rows of a sealed part. Safe to use from several threads; closes when nobody holds it.
+
+    Read calls, no memory map: pages of a map that were read count as the process's own memory.
+
+    Raises:
+        StoreError: not a safetensors file with rows of `row_format`.
+    """
+
+    def __init__(self, path: Path, row_format: RowFormat) -> None:
+        self._format = row_format
+        self._path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+            length = int.from_bytes(self._file.read(8), "little")
+            entry = json.loads(self._file.read(min(length, _LONGEST_HEADER)))[row_format.tensor]
+            self.rows = int(entry["shape"][0])
+            self._start = 8 + length + int(entry["data_offsets"][0])
+            matches = entry == row_format.header_entry(self.rows)
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise StoreError(f"{path.name}: cannot be read as safetensors ({error!r})") from None
+        if not matches:
+            raise StoreError(f"{path.name}: holds {entry}, expected {row_format.header_entry(self.rows)}")
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """[stop - start, width] in the reader's dtype.
+
+        Raises:
+            StoreError: the file ends before.
+        """
+        raw = np.empty((stop - start, self._format.row_bytes), dtype=np.uint8)
+        left, at = raw.reshape(-1).data, self._start + start * self._format.row_bytes
+        while left:
+            count = os.preadv(self._file.fileno(), [left], at)
+            if not count:
+                raise StoreError(f"{self._path.name}: ends before row {stop}")
+            left, at = left[count:], at + count
+        return self._format.unpack(torch.from_numpy(raw))
+
+
+def sealed_bytes(rows: int, row_format: RowFormat) -> int:
     """Exact size of a sealed part."""
-    return HEADER_BYTES + rows * width * dtype.itemsize
+    return HEADER_BYTES + rows * row_format.row_bytes
 
 
 def segment_digest(path: Path, part_row: int, rows: int, row_bytes: int) -> str | None:
@@ -160,9 +209,8 @@ def segment_digest(path: Path, part_row: int, rows: int, row_bytes: int) -> str 
     return digest.hexdigest()
 
 
-def _header(rows: int, width: int, dtype: torch.dtype) -> bytes:
-    data_bytes = rows * width * dtype.itemsize
-    content = {TENSOR: {"dtype": _CODES[dtype], "shape": [rows, width], "data_offsets": [0, data_bytes]}}
+def _header(rows: int, row_format: RowFormat) -> bytes:
+    content = {row_format.tensor: row_format.header_entry(rows)}
     length = HEADER_BYTES - 8
     return length.to_bytes(8, "little") + json.dumps(content).encode().ljust(length)
 

@@ -1,48 +1,27 @@
-"""What the reader and the writer of a feature store agree on: manifest, table columns, checks of one part."""
+"""What the reader and the writer of a feature store agree on: the manifest and the parts it implies."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
-from torch import Tensor
 
 from pipelines.files import write_json_atomically
-from pipelines.rowfile import DTYPES, HEADER_BYTES, StoreError, sealed_bytes
+from pipelines.rowfile import HEADER_BYTES, StoreError, sealed_bytes
+from pipelines.rowformat import DTYPES, RowFormat
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_READABLE_VERSIONS = (1, 2)  # 1: all rows, no last hidden states, no e4m3
 TAP_CONVENTION = (
     "target_layer_ids are 0-based decoder-layer OUTPUTS (the residual stream after layer l, before any final "
     "norm); a feature row is the concatenation of these taps in listed order"
 )
-
-SEGMENT = pa.struct([
-    ("part", pa.string()),
-    ("part_row", pa.int64()),
-    ("rows", pa.int64()),
-    ("sha256", pa.string()),
-])  # fmt: skip
-SAMPLE_SCHEMA = pa.schema([
-    ("id", pa.string()),
-    ("conversation", pa.string()),
-    ("source", pa.string()),
-    ("prompt_length", pa.int64()),
-    ("token_ids", pa.list_(pa.int32())),
-    ("loss_mask", pa.list_(pa.bool_())),
-    ("document_starts", pa.list_(pa.int64())),
-    ("rows", pa.int64()),
-    ("digest", pa.string()),
-    ("segments", pa.list_(SEGMENT)),
-])  # fmt: skip
-_PARTS_KEY = b"longdraft.parts"
+FEATURES, LAST = "features", "last_hidden"  # families of parts: their folders and tensors have these names
+_TAGS = {FEATURES: "part", LAST: "last"}
+KEEP_ALL: dict[str, Any] = {"rule": "all"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,9 @@ class Manifest:
         hidden_size: width of one tap.
         dtype: dtype of the stored rows.
         target_dtype: dtype that the target ran in.
-        window_rule: which rows of a sample are stored; "all".
+        keep: which rows of a sample are stored: {"rule": "all"}, or {"rule": "windows", "window",
+            "neighbourhoods", "neighbourhood_length", "label_reach", "seed"} (`pipelines.keep`).
+        last_hidden: the target's state before its final norm is stored at label rows.
         backend: engine that made the rows.
         settings: everything else that decides the content (sampling, length limit), as given.
         command: the command that made the store.
@@ -72,7 +53,8 @@ class Manifest:
     hidden_size: int
     dtype: str = "bfloat16"
     target_dtype: str = "bfloat16"
-    window_rule: str = "all"
+    keep: dict[str, Any] = field(default_factory=lambda: dict(KEEP_ALL))
+    last_hidden: bool = False
     backend: str = "none"
     settings: dict[str, Any] = field(default_factory=dict)
     command: str = ""
@@ -87,11 +69,24 @@ class Manifest:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        """Of the rows that a reader gets; bfloat16 where e4m3 is stored."""
+        return self.formats[FEATURES].dtype
+
+    @property
+    def formats(self) -> dict[str, RowFormat]:
+        """Family of parts -> how its rows are stored.
+
+        Last hidden states are never e4m3: their rounding would move the logits that are made from them.
+        """
+        stored = DTYPES[self.dtype]
+        features = RowFormat(FEATURES, stored, len(self.target_layer_ids), self.hidden_size)
+        if not self.last_hidden:
+            return {FEATURES: features}
+        return {FEATURES: features, LAST: RowFormat(LAST, features.dtype, 1, self.hidden_size)}
 
     @classmethod
     def load(cls, store: Path) -> Manifest:
-        """Read and check the manifest of `store`.
+        """Read and check the manifest of `store`; that of an older schema version as its equal in this one.
 
         Raises:
             StoreError: missing, unreadable, or of another schema version.
@@ -103,9 +98,10 @@ class Manifest:
             raise StoreError(f"{store} is not a feature store: it has no manifest.json") from None
         except (json.JSONDecodeError, OSError) as error:
             raise StoreError(f"{path} cannot be read: {error}") from None
-        if content.get("schema_version") != SCHEMA_VERSION:
+        if content.get("schema_version") not in _READABLE_VERSIONS:
             raise StoreError(
-                f"{path} has schema version {content.get('schema_version')}, expected {SCHEMA_VERSION}"
+                f"{path} has schema version {content.get('schema_version')}, expected one of "
+                f"{_READABLE_VERSIONS}"
             )
         known = {item.name for item in fields(cls)}
         try:
@@ -114,7 +110,7 @@ class Manifest:
             raise StoreError(f"{path} lacks a field: {error}") from None
         if manifest.dtype not in DTYPES:
             raise StoreError(f"{path}: dtype {manifest.dtype!r}, expected one of {sorted(DTYPES)}")
-        return manifest
+        return replace(manifest, schema_version=SCHEMA_VERSION)
 
     def save(self, store: Path) -> None:
         write_json_atomically(store / "manifest.json", asdict(self))
@@ -126,7 +122,7 @@ class Manifest:
         """
         for name in (
             "target_fingerprint", "tokenizer_fingerprint", "target_layer_ids", "hidden_size", "dtype",
-            "target_dtype", "window_rule", "settings",
+            "target_dtype", "keep", "last_hidden", "settings",
         ):  # fmt: skip
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -134,109 +130,28 @@ class Manifest:
         return None
 
 
-@dataclass(frozen=True)
-class TokenSample:
-    """Tokens of a sample to be written.
-
-    Attributes:
-        id: unique content hash.
-        token_ids: int64 [L], L >= 2.
-        loss_mask: bool [L].
-        document_starts: int64 [documents], the first is 0, strictly increasing; None means one document.
-        conversation: id shared by the samples of a conversation; None means the sample's own id.
-        source: file and line of the record.
-    """
-
-    id: str
-    token_ids: Tensor
-    loss_mask: Tensor
-    document_starts: Tensor | None = None
-    conversation: str | None = None
-    source: str = ""
-
-    def table_row(self, num_rows: int, segments: list[dict[str, Any]]) -> dict[str, Any]:
-        """The sample as a row of the samples table.
-
-        Raises:
-            StoreError: lengths, document starts or the number of feature rows do not fit together.
-        """
-        length = len(self.token_ids)
-        starts = [0] if self.document_starts is None else self.document_starts.tolist()
-        increasing = all(a < b for a, b in pairwise(starts))
-        if len(self.loss_mask) != length:
-            raise StoreError(f"sample {self.id}: {length} token ids but {len(self.loss_mask)} mask entries")
-        if not starts or starts[0] != 0 or not increasing or starts[-1] >= length:
-            raise StoreError(
-                f"sample {self.id}: document_starts must begin with 0 and increase below {length}, "
-                f"found {starts}"
-            )
-        if num_rows not in (length, length - 1):
-            raise StoreError(
-                f"sample {self.id}: {num_rows} feature rows for {length} tokens, "
-                f"expected {length} or {length - 1}"
-            )
-        mask = self.loss_mask.to(torch.bool).tolist()
-        row = {
-            "id": self.id,
-            "conversation": self.conversation or self.id,
-            "source": self.source,
-            "prompt_length": mask.index(True) if True in mask else length,
-            "token_ids": self.token_ids.tolist(),
-            "loss_mask": mask,
-            "document_starts": starts,
-            "rows": num_rows,
-            "segments": segments,
-        }
-        row["digest"] = row_digest(row)
-        return row
+def part_name(family: str, shard: int, number: int) -> str:
+    return f"shard-{shard:06d}.{_TAGS[family]}-{number:03d}.safetensors"
 
 
-def row_digest(row: dict[str, Any]) -> str:
-    """sha256 over the tokens, mask, document starts and segments of a table row."""
-    digest = hashlib.sha256(row["id"].encode())
-    digest.update(np.asarray(row["token_ids"], dtype=np.int32).tobytes())
-    digest.update(np.asarray(row["loss_mask"], dtype=np.bool_).tobytes())
-    digest.update(np.asarray(row["document_starts"], dtype=np.int64).tobytes())
-    digest.update(json.dumps(row["segments"], sort_keys=True).encode())
-    return digest.hexdigest()
+def part_family(name: str) -> str:
+    """The family that a part's name says it belongs to."""
+    tag = name.split(".")[1].partition("-")[0]
+    return next(family for family, known in _TAGS.items() if known == tag)
 
 
-def samples_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows of `TokenSample.table_row` as a table."""
-    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+def part_path(store: Path, name: str) -> Path:
+    """Where a committed part lies."""
+    return store / part_family(name) / name
 
 
-def write_shard(path: Path, table: pa.Table, parts: dict[str, int]) -> None:
-    """Write a samples table to `path` and fsync it (the caller renames). `parts`: part name -> its rows."""
-    schema = SAMPLE_SCHEMA.with_metadata({_PARTS_KEY: json.dumps(parts).encode()})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(table.combine_chunks().replace_schema_metadata(schema.metadata))
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def read_shard(path: Path) -> tuple[pa.Table, dict[str, int]]:
-    """(samples table, part name -> rows) of one shard, memory-mapped.
-
-    Raises:
-        StoreError: the file is not a complete table of this schema.
-    """
-    try:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        parts = json.loads(table.schema.metadata[_PARTS_KEY])
-    except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path} is damaged ({error}); capture again with --verify: it makes its samples anew"
-        ) from None
-    return table, parts
-
-
-def part_problem(path: Path, rows: int, manifest: Manifest) -> str | None:
+def part_problem(store: Path, name: str, rows: int, manifest: Manifest) -> str | None:
     """What is wrong with a sealed part, judged by its size alone; None if nothing."""
-    expected = sealed_bytes(rows, manifest.feature_width, manifest.torch_dtype)
+    path = part_path(store, name)
+    expected = sealed_bytes(rows, manifest.formats[part_family(name)])
     if not path.is_file():
-        return f"{path.name}: missing"
+        return f"{name}: missing"
     found = path.stat().st_size
     if found != expected:
-        return f"{path.name}: {found} bytes, expected {expected} ({HEADER_BYTES} + {rows} rows)"
+        return f"{name}: {found} bytes, expected {expected} ({HEADER_BYTES} + {rows} rows)"
     return None

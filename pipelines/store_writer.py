@@ -9,7 +9,6 @@ then its table.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from dataclasses import replace
@@ -17,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from pipelines.files import sync_folder
-from pipelines.rowfile import HEADER_BYTES, RowFile, StoreError, disk_errors
+from pipelines.rowfile import StoreError, disk_errors
+from pipelines.store_parts import PartSeries
 from pipelines.store_recovery import (
     clear_staging,
     committed_samples,
@@ -29,9 +28,11 @@ from pipelines.store_recovery import (
     next_shard,
     reclaim_parts,
 )
-from pipelines.store_schema import Manifest, TokenSample, samples_table, write_shard
+from pipelines.store_schema import FEATURES, LAST, Manifest, part_family
+from pipelines.store_table import TokenSample, journal_line, samples_table, write_shard
 
 PART_BYTES = 1 << 30
+_TOKEN_BYTES = 5  # of a token in the table and in the journal's memory
 _SYNC_SECONDS = 2.0  # a power loss costs at most this much finished work; a killed process costs none
 
 
@@ -57,16 +58,17 @@ class StoreWriter:
     ) -> None:
         self.path = Path(path)
         self.part_bytes = part_bytes
-        for name in ("samples", "features", "staging"):
+        for name in ("samples", "staging", *manifest.formats):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
         self.manifest = self._agree(manifest)
-        self._width, self._dtype = self.manifest.feature_width, self.manifest.torch_dtype
         self.done, self.dropped = committed_samples(self.path, self.manifest, verify=verify)
         self._shard = next_shard(self.path)
         self._rows: list[dict[str, Any]] = []
-        self._sealed: dict[str, int] = {}  # part name -> rows, of the open shard
-        self._part: RowFile | None = None
+        self.series = {
+            family: PartSeries(self.path / "staging", family, row_format, self._shard)
+            for family, row_format in self.manifest.formats.items()
+        }
         self._streaming = False
         self._recover()
         self._journal = self._journal_path.open("ab", buffering=0)
@@ -74,8 +76,13 @@ class StoreWriter:
 
     # ---------------------------------------------------------------- adding samples
 
-    def add(self, sample: TokenSample, rows_TW: Tensor) -> None:
-        """Write one sample whose feature rows [L or L - 1, width] are in memory.
+    def add(self, sample: TokenSample, rows_TW: Tensor, last_TD: Tensor | None = None) -> None:
+        """Write one sample whose stored rows are in memory.
+
+        Args:
+            sample: tokens, and which rows these are.
+            rows_TW: [stored rows, width].
+            last_TD: [stored last hidden states, hidden], if the store has them.
 
         Raises:
             StoreError: the id exists already, shapes do not fit.
@@ -84,6 +91,8 @@ class StoreWriter:
         """
         with self.stream() as stream:
             stream.append(rows_TW)
+            if last_TD is not None:
+                stream.append(last_TD, LAST)
             stream.finish(sample)
 
     def stream(self) -> SampleStream:
@@ -95,33 +104,32 @@ class StoreWriter:
             raise StoreError("one sample is being streamed already; finish it first")
         return SampleStream(self)
 
-    def adopt(self, sample: TokenSample, files: list[Path], digests: list[str], rows: list[int]) -> None:
-        """Take unsealed row files (`RowFile`, same width and dtype) over as parts, by rename.
+    def adopt(self, sample: TokenSample, files: dict[str, list[tuple[Path, str, int]]]) -> None:
+        """Take unsealed row files (`RowFile` of the same format) over as parts, by rename.
 
-        For samples as large as a part: their rows are not copied. `digests`: sha256 of each file's rows.
+        For samples as large as a part: their rows are not copied.
+
+        Args:
+            sample: tokens, and which rows these are.
+            files: family -> (file, sha256 of its rows, rows) in order.
 
         Raises:
             StoreError: see `add`.
         """
         self._check_new(sample.id)
-        self._seal_part()
-        segments = []
-        for file, digest, count in zip(files, digests, rows, strict=True):
-            name = self._next_part_name()
-            target = self.path / "staging" / name
-            file.rename(target)
-            self._sealed[name] = count
-            part = RowFile(target, self._width, self._dtype)
-            part.rewind(count)
-            part.seal()
-            segments.append({"part": name, "part_row": 0, "rows": count, "sha256": digest})
-        self._record(sample, segments)
+        self._record(
+            sample,
+            {
+                family: [series.adopt(*file) for file in files.get(family, [])]
+                for family, series in self.series.items()
+            },
+        )
         self._roll()
 
     def flush(self) -> None:
         """Make every finished sample survive a power loss."""
-        if self._part is not None:
-            self._part.sync()
+        for series in self.series.values():
+            series.sync()
         os.fsync(self._journal.fileno())
         self._last_sync = time.monotonic()
 
@@ -129,20 +137,24 @@ class StoreWriter:
         """Close the open shard: its samples become visible to readers."""
         if not self._rows:
             return
-        self._seal_part()
-        staging, features = self.path / "staging", self.path / "features"
-        for name in self._sealed:
-            (staging / name).rename(features / name)
-        sync_folder(features)
-        staged = staging / f"shard-{self._shard:06d}.arrow"
+        parts: dict[str, int] = {}
+        for family, series in self.series.items():
+            series.seal()
+            for name in series.sealed:
+                (self.path / "staging" / name).rename(self.path / family / name)
+            sync_folder(self.path / family)
+            parts |= series.sealed
+        staged = self.path / "staging" / f"shard-{self._shard:06d}.arrow"
         with disk_errors(staged):
-            write_shard(staged, samples_table(self._rows), self._sealed)
+            write_shard(staged, samples_table(self._rows), parts)
         staged.rename(self.path / "samples" / staged.name)
         sync_folder(self.path / "samples")
         self._journal.close()
         self._journal_path.unlink()
-        self._rows, self._sealed = [], {}
+        self._rows = []
         self._shard += 1
+        for series in self.series.values():
+            series.restart(self._shard)
         self._journal = self._journal_path.open("ab", buffering=0)
 
     def describe(self, **fields: Any) -> None:
@@ -155,15 +167,14 @@ class StoreWriter:
         self.commit()
         self._journal.close()
         self._journal_path.unlink()
-        if self._part is not None:
-            self._part.close()
-            self._part.path.unlink(missing_ok=True)
+        for series in self.series.values():
+            series.drop()
         os.close(self._lock)
 
     def abandon(self) -> None:
         """Release the store without committing; the next writer recovers what is complete."""
-        if self._part is not None:
-            self._part.close()
+        for series in self.series.values():
+            series.close()
         self._journal.close()
         os.close(self._lock)
 
@@ -184,30 +195,10 @@ class StoreWriter:
         if sample_id in self.done:
             raise StoreError(f"sample {sample_id} is in {self.path} already")
 
-    def _open_part(self) -> RowFile:
-        if self._part is None:
-            file = self.path / "staging" / self._next_part_name()
-            self._part = RowFile(file, self._width, self._dtype)
-        return self._part
-
-    def _next_part_name(self) -> str:
-        return f"shard-{self._shard:06d}.part-{len(self._sealed):03d}.safetensors"
-
-    def _seal_part(self) -> None:
-        if self._part is None:
-            return
-        if self._part.rows:
-            self._part.seal()
-            self._sealed[self._part.path.name] = self._part.rows
-        else:
-            self._part.close()
-            self._part.path.unlink()
-        self._part = None
-
-    def _record(self, sample: TokenSample, segments: list[dict[str, Any]]) -> None:
-        row = sample.table_row(sum(segment["rows"] for segment in segments), segments)
+    def _record(self, sample: TokenSample, segments: dict[str, list[dict[str, Any]]]) -> None:
+        row = sample.table_row(segments[FEATURES], segments.get(LAST))
         with disk_errors(self._journal_path):
-            self._journal.write(json.dumps(row).encode() + b"\n")
+            self._journal.write(journal_line(row))
         self._rows.append(row)
         self.done.add(sample.id)
 
@@ -215,9 +206,9 @@ class StoreWriter:
         """Flush when the last flush is old; commit when the shard is full."""
         if time.monotonic() - self._last_sync > _SYNC_SECONDS:
             self.flush()
-        open_bytes = self._part.bytes if self._part is not None else 0
-        sealed_rows = sum(self._sealed.values())
-        if open_bytes + sealed_rows * self._width * self._dtype.itemsize >= self.part_bytes:
+        tokens = sum(len(row["token_ids"]) for row in self._rows)
+        held = sum(series.bytes for series in self.series.values()) + tokens * _TOKEN_BYTES
+        if held >= self.part_bytes:
             self.commit()
 
     # ---------------------------------------------------------------- start-up
@@ -245,6 +236,7 @@ class StoreWriter:
             raise StoreError(
                 f"{self.path} was made with another setting - {difference}; use the same or another folder"
             )
+        existing.save(self.path)  # in this schema version, whatever it was made with
         return existing
 
     @property
@@ -254,25 +246,21 @@ class StoreWriter:
     def _recover(self) -> None:
         """Continue the shard that a killed writer left: keep complete samples, cut what follows them."""
         staging = self.path / "staging"
-        reclaim_parts(self.path, self._shard)
-        kept = intact_journal_rows(self._journal_path, self._width * self._dtype.itemsize)
-        ends: dict[str, int] = {}
+        reclaim_parts(self.path, self.manifest, self._shard)
+        kept = intact_journal_rows(self._journal_path, self.manifest)
+        ends: dict[str, dict[str, int]] = {family: {} for family in self.series}
         for row in kept:
-            for segment in row["segments"]:
-                ends[segment["part"]] = segment["part_row"] + segment["rows"]
-        clear_staging(staging, keep={"lock", self._journal_path.name, *ends})
-        names = sorted(ends)
-        for name in names:
-            rows = RowFile(staging / name, self._width, self._dtype)
-            rows.rewind(ends[name])
-            if name == names[-1]:
-                self._part = rows
-            else:
-                rows.seal()
-                self._sealed[name] = ends[name]
+            for segment in row["segments"] + (row["last_segments"] or []):
+                name = segment["part"]
+                ends[part_family(name)][name] = segment["part_row"] + segment["rows"]
+        clear_staging(
+            staging, keep={"lock", self._journal_path.name, *(n for of in ends.values() for n in of)}
+        )
+        for family, series in self.series.items():
+            series.recover(ends[family])
         self._rows = kept
         self.done.update(row["id"] for row in kept)
-        self._journal_path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        self._journal_path.write_bytes(b"".join(map(journal_line, kept)))
 
 
 class SampleStream:
@@ -280,59 +268,28 @@ class SampleStream:
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
-        self._segments: list[dict[str, Any]] = []
         self._finished = False
-        self._start: tuple[int, int] = (0, 0)
 
     def __enter__(self) -> Self:
-        writer = self._writer
-        writer._streaming = True
-        part = writer._open_part()
-        part.begin_segment()
-        self._start = (len(writer._sealed), part.rows)
+        self._writer._streaming = True
+        for series in self._writer.series.values():
+            series.begin()
         return self
 
-    def append(self, rows_TW: Tensor) -> None:
-        """Append the next [T, width] rows; see `StoreWriter.add` for errors."""
-        writer = self._writer
-        row_bytes = writer._width * writer._dtype.itemsize
-        for piece in torch.split(rows_TW, max(1, (16 << 20) // row_bytes)):
-            part = writer._open_part()
-            if part.bytes - HEADER_BYTES >= writer.part_bytes:
-                self._close_segment(part)
-                writer._seal_part()
-                part = writer._open_part()
-                part.begin_segment()
-            part.append(piece)
+    def append(self, rows: Tensor, family: str = FEATURES) -> None:
+        """Append the next stored rows of a family, [T, width] or packed; see `StoreWriter.add` for errors."""
+        self._writer.series[family].append(rows, self._writer.part_bytes)
 
     def finish(self, sample: TokenSample) -> None:
         """The sample is complete: record it."""
         self._writer._check_new(sample.id)
-        self._close_segment(self._writer._open_part())
-        self._writer._record(sample, self._segments)
+        segments = {family: series.end() for family, series in self._writer.series.items()}
+        self._writer._record(sample, segments)
         self._finished = True
         self._writer._roll()
 
-    def _close_segment(self, part: RowFile) -> None:
-        segment = part.end_segment()
-        if segment["rows"]:
-            self._segments.append(segment)
-
     def __exit__(self, *_: object) -> None:
-        writer = self._writer
-        writer._streaming = False
-        if self._finished:
-            return
-        parts, rows = self._start
-        begun = list(writer._sealed)[parts:]  # sealed since: the first of them also holds earlier samples
-        if begun:
-            if writer._part is not None:
-                writer._part.close()
-                writer._part.path.unlink()
-            for name in begun[1:]:
-                (writer.path / "staging" / name).unlink()
-            for name in begun:
-                del writer._sealed[name]
-            writer._part = RowFile(writer.path / "staging" / begun[0], writer._width, writer._dtype)
-        if writer._part is not None:
-            writer._part.rewind(rows)
+        self._writer._streaming = False
+        if not self._finished:
+            for series in self._writer.series.values():
+                series.undo()

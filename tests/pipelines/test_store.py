@@ -171,12 +171,12 @@ def test_window_reads_touch_only_their_pages(tmp_path: Path) -> None:
     rows = 2**32 // (WIDTH * 4)
     table = next((path / "samples").iterdir())
     from pipelines.rowfile import _header  # the header of a part that was never written out
-    from pipelines.store_schema import samples_table, write_shard
+    from pipelines.store_table import samples_table, write_shard
 
     with part.open("r+b") as stream:
-        stream.write(_header(rows, WIDTH, torch.float32))
+        stream.write(_header(rows, manifest().formats["features"]))
         stream.truncate(1024 + rows * WIDTH * 4)
-    row = tokens_of("x", 10).table_row(10, [{"part": part.name, "part_row": 0, "rows": 10, "sha256": ""}])
+    row = tokens_of("x", 10).table_row([{"part": part.name, "part_row": 0, "rows": 10, "sha256": ""}])
     write_shard(table, samples_table([row]), {part.name: rows})
     before = psutil.Process().memory_info().rss
     assert torch.equal(FeatureStore.open(path).rows(0, 2, 6), rows_of("x", 10)[2:6])
@@ -356,14 +356,16 @@ def test_torn_journal_line_and_torn_rows_are_cut(tmp_path: Path) -> None:
 
 
 def test_row_files_of_an_engine_become_parts(tmp_path: Path) -> None:
-    spool = RowFile(tmp_path / "spool.rows", WIDTH, torch.float32, buffer_bytes=4096)
+    row_format = manifest().formats["features"]
+    spool = RowFile(tmp_path / "spool.rows", row_format, buffer_bytes=4096)
     for rows in rows_of("big", 60).split(7):
         spool.append(rows)
     segment = spool.end_segment()
     spool.close()
     with StoreWriter(tmp_path / "s", manifest()) as writer:
         add(writer, "before", 5)
-        writer.adopt(tokens_of("big", 60), [tmp_path / "spool.rows"], [segment["sha256"]], [60])
+        files = [(tmp_path / "spool.rows", segment["sha256"], 60)]
+        writer.adopt(tokens_of("big", 60), {"features": files})
         add(writer, "after", 5)
     store = FeatureStore.open(tmp_path / "s", verify=True)
     for name in ("before", "big", "after"):
