@@ -138,16 +138,16 @@ class _Step:
         whole = 0 if stage == 0 else 2 if stage == 2 and not alone else 1
         return WIDE * (copies + whole * min(REDUCTION_BUCKET, self.shape.parameter_count))
 
-    def context(self, layers: int) -> dict[str, float]:
-        """Fused rows, and the keys and values of the first `layers` layers."""
+    def context(self, layers: int, *, chunk: bool = False) -> dict[str, float]:
+        """Fused rows, and the keys and values of the first `layers` layers; `chunk`: some are being made."""
         rows, c = self.share.feature_rows, self.settings.compute_bytes
-        again = self.settings.recompute_context
-        chunk = min(rows, CONTEXT_CHUNK)
+        made = min(rows, CONTEXT_CHUNK) if chunk else 0
         copies = 0 if self.settings.feature_bytes == c else c
-        selected = 0 if again else sum(self.share.selections) * self.shape.hidden * c
+        fused = 2 * self.shape.hidden * c + WIDE
+        selected = sum(self.share.selections) * self.shape.hidden * c
         return {
-            "feature copy": chunk * self.shape.feature_width * copies,
-            "fused rows": (chunk if again else rows) * (2 * self.shape.hidden * c + WIDE) + selected,
+            "feature copy": made * self.shape.feature_width * copies,
+            "fused rows": made * fused if self.settings.recompute_context else rows * fused + selected,
             "context keys and values": sum(map(self._context_layer, self.share.layers[:layers])),
             "received rows": sum(layer.kept_bytes for layer in self.share.layers[:layers]),
         }
@@ -169,6 +169,12 @@ class _Step:
         rows = sum(later.own_rows for later in self.share.layers[layer + 1 :])
         return rows * 2 * self.shape.kv_width * element
 
+    def chunk_again(self) -> float:
+        """A chunk's forward and backward pass: norms work on wide copies of their rows and gradients."""
+        fused = 4 * self.shape.hidden * WIDE
+        layer = self.shape.kv_width * (3 * self.settings.compute_bytes + 2 * WIDE)
+        return min(self.share.feature_rows, CONTEXT_CHUNK) * (fused + self.shape.layers * layer)
+
     def blocks(self, layers: int) -> float:
         return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
 
@@ -179,7 +185,11 @@ class _Step:
         return self.settings.compute_bytes * products if self.settings.narrow else 0.0
 
     def fuse(self) -> dict[str, float]:
-        return {**self.state(0, reducing=False), **self.context(0), "weight copies": self.casts()}
+        return {
+            **self.state(0, reducing=False),
+            **self.context(0, chunk=True),
+            "weight copies": self.casts(),
+        }
 
     def vocabulary_loss(self) -> dict[str, float]:
         """The loss keeps supervised rows and their gradient; logits exist in tiles, two in the selector."""
@@ -203,7 +213,9 @@ class _Step:
         done = (self.shape.layers - layer) * per_layer + parts["selector"]
         element = self.settings.compute_bytes
         widest = 3 * self.shape.intermediate * element + 2 * self.shape.hidden * WIDE
-        context = self.share.layers[layer].own_rows * 2 * self.shape.kv_width * (WIDE + element)
+        # gradients of keys and values are summed wide and narrowed where rows are narrow
+        wide_and_narrow = WIDE + (element if self.settings.narrow else 0)
+        context = self.share.layers[layer].own_rows * 2 * self.shape.kv_width * wide_and_narrow
         return {
             **self.state(done),
             **self.context(layer + 1),
@@ -216,13 +228,12 @@ class _Step:
 
     def backward_fusion(self) -> dict[str, float]:
         if self.settings.recompute_context:
-            chunk = 2 * min(self.share.feature_rows, CONTEXT_CHUNK) * self.shape.hidden * WIDE
-            gradient = self.key_value_gradients(-1) + chunk
+            gradient = self.key_value_gradients(-1) + self.chunk_again()
         else:
             gradient = 2 * self.share.feature_rows * self.shape.hidden * WIDE
         return {
             **self.state(self.shape.parameter_count),
-            **self.context(0),
+            **self.context(0, chunk=True),
             "weight copies": self.casts(),
             "context gradient": gradient,
         }

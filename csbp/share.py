@@ -188,7 +188,7 @@ class _Kind:
         elif transport == "ring":
             moved = [self._ring(rank, sizes) for rank in range(self.ranks)]
         elif transport == "query-ring":
-            moved = [self._query_ring(rank) for rank in range(self.ranks)]
+            moved = [self._query_ring(rank, sizes[rank]) for rank in range(self.ranks)]
         else:
             moved = self._exchange()
         pairs = [_pairs(self.layout, self.mask, blocks) for blocks in self.choice.ownership.blocks]
@@ -216,9 +216,10 @@ class _Kind:
         moving = 4 * self._rows(largest, ACCUMULATOR_BYTES) + 2 * self._rows(largest, self.wire_bytes)
         return kept, moving, forward, backward
 
-    def _query_ring(self, rank: int) -> tuple[int, int, int, int]:
+    def _query_ring(self, rank: int, size: int) -> tuple[int, int, int, int]:
         """Queries go around once; numerators with two statistics follow. Backward the output gradient goes
-        around with two statistics, and the query gradient follows.
+        around with two statistics, and the query gradient follows, while the shard's own gradients of two
+        visitors are added up.
         """
         rows = [blocks.numel() * self.layout.block_size for blocks in self.choice.ownership.blocks]
         others = sum(rows) - rows[rank]
@@ -226,7 +227,8 @@ class _Kind:
         visitor = (width + 2 * heads) * ACCUMULATOR_BYTES
         forward = others * (width * self.wire_bytes + visitor)
         backward = others * (visitor + width * ACCUMULATOR_BYTES)
-        return others * width * self.wire_bytes, 5 * max(rows) * visitor, forward, backward
+        moving = 5 * max(rows) * visitor + self._rows(size, ACCUMULATOR_BYTES)
+        return others * width * self.wire_bytes, moving, forward, backward
 
     def _exchange(self) -> list[tuple[int, int, int, int]]:
         """Rows that others' windows reach are lent, and their gradients come home."""

@@ -56,8 +56,7 @@ def project(
 
 def _parameters(drafter: Drafter) -> list[nn.Parameter]:
     modules: list[nn.Module] = [drafter.fc, drafter.hidden_norm]
-    for layer in drafter.layers:
-        attention = layer.self_attn
+    for attention in drafter.attentions:
         modules += [attention.k_proj, attention.v_proj, attention.k_norm]
     return [p for module in modules for p in module.parameters() if p.requires_grad]
 
@@ -101,11 +100,11 @@ def _project_chunk(drafter: Drafter, features: Features, positions_T: Tensor, ch
     fused_nD = drafter.fuse(features.rows[span])
     cos, sin = drafter.rotary(positions_T[span], drafter.norm.weight.dtype)
     found: list[Tensor] = []
-    for layer, picked in zip(drafter.layers, chunk.picked, strict=True):
+    for attention, picked in zip(drafter.attentions, chunk.picked, strict=True):
         if picked is None:
-            found += layer.self_attn.keys_values(fused_nD, (cos, sin))
+            found += attention.keys_values(fused_nD, (cos, sin))
         else:
-            found += layer.self_attn.keys_values(fused_nD.index_select(0, picked), (cos[picked], sin[picked]))
+            found += attention.keys_values(fused_nD.index_select(0, picked), (cos[picked], sin[picked]))
     return found
 
 

@@ -10,7 +10,7 @@ H query heads, G key/value heads, E head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,12 +164,22 @@ class Drafter(nn.Module):
             if isinstance(module, (GroupedDynamicCausalConv, CandidateSelector)):
                 module.reset_parameters()
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [cast("Layer", layer).self_attn for layer in self.layers]
+
     def fuse(self, features_TF: Tensor) -> Tensor:
         """Project taps, side by side in `target_layer_ids` order, to context rows [T, D] of all layers."""
         weight = self.fc.weight if self.feature_scale is None else self.fc.weight * self.feature_scale
         # autocast narrows both; a stored row gets no gradient
         widen = features_TF.dtype != weight.dtype and not torch.is_autocast_enabled(features_TF.device.type)
-        fused_TD = _Fuse.apply(features_TF, weight) if widen else F.linear(features_TF, weight)
+        if widen:
+            fused_TD = _Fuse.apply(features_TF, weight)
+        elif weight is self.fc.weight:
+            fused_TD = self.fc(features_TF)  # at decoding it may be a layer with a kernel for few rows
+        else:
+            fused_TD = F.linear(features_TF, weight)
         context_TD: Tensor = self.hidden_norm(fused_TD)
         return context_TD
 
@@ -209,11 +219,11 @@ class Drafter(nn.Module):
             return
         everything = Context(context, self.rotary(positions_T, self.norm.weight.dtype))
         rows, selection = everything, None
-        for layer, wanted in zip(self.layers, selections, strict=True):
+        for attend, wanted in zip(self.attentions, selections, strict=True):
             if wanted is not selection:
                 # layers with one mask share one selection; gathering it once saves its copies and gradients
                 rows, selection = _select(everything, wanted), wanted
-            yield layer.self_attn.keys_values(*rows)
+            yield attend.keys_values(*rows)
 
 
 class _Fuse(torch.autograd.Function):

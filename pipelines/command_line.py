@@ -50,12 +50,14 @@ def with_flags(
     ]
     by_place = set(arguments)
     tables = [name for name, field in model.model_fields.items() if get_origin(field.annotation) is dict]
+    numbers = [name for name, field in model.model_fields.items() if _holds_numbers(field.annotation)]
     lists = [name for name, field in model.model_fields.items() if _takes_commas(field.annotation)]
 
     def callback(**given: Any) -> None:
         extra = {p.name: given.pop(p.name) for p in rest}
         values = {name: value for name, value in given.items() if value is not None and value != []}
         values |= {name: _pairs(name, values[name]) for name in tables if name in values}
+        values |= {name: yaml.safe_load(values[name]) for name in numbers if name in values}
         values |= {name: ",".join(values[name]).split(",") for name in lists if name in values}
         try:
             options = model.model_validate(values)
@@ -118,6 +120,13 @@ def _flag_type(annotation: Any) -> tuple[Any, bool]:
     if get_origin(annotation) is Literal:
         return (annotation if all(isinstance(v, str) for v in get_args(annotation)) else str), False
     return (annotation if annotation in PLAIN else str), False
+
+
+def _holds_numbers(annotation: Any) -> bool:
+    """Whether a flag chooses among values that are not all text, which typer does not parse."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_holds_numbers(part) for part in get_args(annotation))
+    return get_origin(annotation) is Literal and not all(isinstance(v, str) for v in get_args(annotation))
 
 
 def _takes_commas(annotation: Any) -> bool:
