@@ -36,6 +36,7 @@ MASKS: dict[str, tuple[LayerMask, ...]] = {
 
 PLANS: dict[str, dict[str, Any]] = {
     "auto": {},
+    "auto, context made again": {"again": True},
     "dealt, local": {"placement": "dealt", "transport": "local"},
     "dealt, gather": {"placement": "dealt", "transport": "gather"},
     "dealt, ring": {"placement": "dealt", "transport": "ring"},
@@ -65,9 +66,17 @@ class ExactStep(Protocol):
     slots: int
 
     def loss_sum(
-        self, attention: BlockAttention, rows: Sequence[tuple[int, int]], positions: Tensor, own: Tensor
+        self,
+        attention: BlockAttention,
+        rows: Sequence[tuple[int, int]],
+        positions: Tensor,
+        own: Tensor,
+        *,
+        again: bool = False,
     ) -> Tensor:
-        """Differentiable sum of the losses of blocks `own`, from the features of `rows` alone."""
+        """Differentiable sum of the losses of blocks `own`, from the features of `rows` alone; `again`: what
+        comes of features is made again in the backward pass.
+        """
         ...
 
     def reference_sum(self) -> Tensor:
@@ -165,8 +174,10 @@ def _check(
     step = factory(layout, masks, dtype, grid.replica)
     for name, options in plans.items():
         wire = Wire(grid)
-        plan = plan_step(layout, masks, grid, wire=wire, **options)
-        local = step.loss_sum(plan.attention(), plan.rows, plan.row_positions, plan.own)
+        again = bool(options.get("again"))
+        planned = {key: value for key, value in options.items() if key != "again"}
+        plan = plan_step(layout, masks, grid, wire=wire, **planned)
+        local = step.loss_sum(plan.attention(), plan.rows, plan.row_positions, plan.own, again=again)
         local = local * plan.loss_scale * grid.world / slots
         grads = torch.autograd.grad(local, list(step.parameters.values()), materialize_grads=True)
         averaged = wire.add_up(torch.cat([x.flatten() for x in (local.detach(), *grads)]), "gradients")

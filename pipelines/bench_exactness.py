@@ -16,6 +16,7 @@ from csbp.layout import BlockLayout
 from csbp.processes import run_ranks
 from drafter.attention import BlockAttention, LayerMask
 from drafter.config import DrafterConfig
+from drafter.context import Features
 from drafter.dense import DenseAttention
 from drafter.frozen import FrozenHead, embed_blocks
 from drafter.model import Drafter
@@ -23,6 +24,7 @@ from drafter.objective import ObjectiveConfig, block_loss
 from pipelines.progress import Bar
 
 VOCABULARY = 61
+CHUNK = 5  # rows; divides neither shards nor windows
 TARGET = {
     "model_type": "qwen3",
     "hidden_size": 32,
@@ -107,13 +109,19 @@ class TinyStep:
         self.parameters: dict[str, Tensor] = dict(self.drafter.named_parameters())
 
     def loss_sum(
-        self, attention: BlockAttention, rows: Sequence[tuple[int, int]], positions: Tensor, own: Tensor
+        self,
+        attention: BlockAttention,
+        rows: Sequence[tuple[int, int]],
+        positions: Tensor,
+        own: Tensor,
+        *,
+        again: bool = False,
     ) -> Tensor:
         features = torch.cat([self.features[:0], *(self.features[start:stop] for start, stop in rows)])
         at = self.layout.positions[own, None] + torch.arange(self.layout.block_size)
         anchors = self.anchor_ids[own]
         hidden = self.drafter(
-            self.drafter.fuse(features),
+            Features(features, CHUNK) if again else self.drafter.fuse(features),
             positions,
             embed_blocks(self.head, self.drafter.config, anchors),
             at,
