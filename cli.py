@@ -115,11 +115,24 @@ def train(
 def evaluate(options: Any, json_file: JsonFile = None) -> None:
     """Acceptance length and decode speed-up of drafters on prompts, with intervals, in OUT/report.*.
 
-    Prompts already measured with the same settings are not measured again.
+    Prompts already measured with the same settings are not measured again. With --compare, two reports.
 
     Example: python cli.py eval --target runs/target --drafter runs/a/export/best --data a.jsonl --out report
     """
-    _show(_load("eval.run:run_eval")(options), "eval.report_text:render_report", json_file)
+    if options.compare is None:
+        _show(_load("eval.run:run_eval")(options), "eval.report_text:render_report", json_file)
+    else:
+        result = _load("eval.comparison:run_compare")(options)
+        _show(result, "eval.comparison:render_comparison", json_file)
+
+
+@_job("eval.replay:ReplayOptions")
+def replay(options: Any, json_file: JsonFile = None) -> None:
+    """Acceptance length on captured greedy responses, without running the target; no speed-up.
+
+    Example: python cli.py replay --store runs/heldout --drafter a=runs/a/export/best --json replay.json
+    """
+    _show(_load("eval.replay:run_replay")(options), "eval.replay:render_replay", json_file)
 
 
 @app.command()

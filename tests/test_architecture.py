@@ -10,7 +10,7 @@ ALLOWED = {
     "drafter": set(),
     "csbp": {"drafter.attention"},
     "pipelines": {"drafter", "csbp"},
-    "eval": {"drafter", "csbp", "pipelines.target", "pipelines.records"},
+    "eval": {"drafter", "csbp", "pipelines.target", "pipelines.records", "pipelines.store"},
 }
 HOUSE = {*ALLOWED, "cli"}
 
