@@ -1,7 +1,8 @@
-"""Tables and plot of the proof at length, from `replay.py` and, for times, from `longdraft eval`.
+"""Tables and plot of the proof at length, from `longdraft replay` and, for times, from `longdraft eval`.
 
-    python benchmarks/long_context/table.py --replay runs/long/replay.jsonl --eval runs/long/eval \
-        --pair mixed short --pair full-mixed full-short --out benchmarks/long_context/results/smollm2
+    python benchmarks/long_context/table.py --replay runs/long/replay.json --store runs/long/store-heldout \
+        --prompts 'runs/long/prompts/ctx-*.jsonl' --eval runs/long/eval --pair mixed short \
+        --out benchmarks/long_context/results/smollm2
 
 Writes OUT.json, OUT.md and OUT.png. Prompts are the unit of every interval and test; two drafters, and two
 lengths of one drafter, are compared item by item.
@@ -10,6 +11,7 @@ lengths of one drafter, are compared item by item.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import sys
 from collections.abc import Iterable
@@ -21,11 +23,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from eval.decode import Step
 from eval.metrics import Ratio, break_even, ratio
 from eval.statistics import compare, estimate, estimate_break_even
+from pipelines.records import parse_record
+from pipelines.store import FeatureStore
 
 LOOP = 0.5  # an answer with fewer distinct 4-grams than this share counts as a loop
 SEED = 0
 
 Line = dict[str, Any]
+
+
+def load(replay: Path, store: Path, prompts: str) -> list[Line]:
+    """A line a held-out prompt: length class, item, category, context, answer, sums of every drafter."""
+    known = {}
+    for name in sorted(glob.glob(prompts)):  # noqa: PTH207 - the pattern may be absolute
+        for text in Path(name).read_text(encoding="utf-8").splitlines():
+            raw = json.loads(text)
+            known[parse_record(raw).id] = (Path(name).stem, raw["id"], raw["category"])
+    drafters = json.loads(replay.read_text(encoding="utf-8"))["drafters"]
+    captured = FeatureStore.open(store)
+    lines = []
+    for sample in map(captured.sample, range(len(captured))):
+        sums = {name: found["samples"].get(sample.id) for name, found in drafters.items()}
+        if sample.conversation in known and all(sums.values()):
+            dataset, item, category = known[sample.conversation]
+            first = int(sample.loss_mask.nonzero()[0])
+            lines.append({
+                "dataset": dataset, "item": item, "category": category, "context": first,
+                "answer": sample.token_ids[first:].tolist(), "sums": sums,
+            })  # fmt: skip
+    return lines
 
 
 def distinct_share(ids: list[int], n: int = 4) -> float:
@@ -36,10 +62,7 @@ def distinct_share(ids: list[int], n: int = 4) -> float:
 
 def acceptance(lines: Iterable[Line], name: str) -> Ratio:
     """Emitted tokens / verify steps, a prompt an entry."""
-    steps = [line["steps"][name] for line in lines]
-    return ratio(
-        ((sum(s[1] for s in prompt), len(prompt)) for prompt in steps), "emitted tokens / verify steps"
-    )
+    return ratio((line["sums"][name] for line in lines), "emitted tokens / verify steps")
 
 
 def by_length(lines: list[Line]) -> dict[str, list[Line]]:
@@ -58,7 +81,7 @@ def shared(first: list[Line], second: list[Line]) -> tuple[list[Line], list[Line
 
 def figures(lines: list[Line], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """All tables of one set of prompts."""
-    names = list(lines[0]["steps"])
+    names = list(lines[0]["sums"])
     lengths = by_length(lines)
     shortest, *_, longest = lengths.values()
     near, far = shared(shortest, longest)
@@ -210,12 +233,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--replay", type=Path, required=True)
+    parser.add_argument("--replay", type=Path, required=True, help="JSON of `longdraft replay`")
+    parser.add_argument("--store", type=Path, required=True, help="the store that was replayed")
+    parser.add_argument("--prompts", required=True, help="glob of its prompt files")
     parser.add_argument("--eval", type=Path, help="folder of `longdraft eval`, for break-even")
     parser.add_argument("--pair", nargs=2, action="append", default=[], metavar=("FIRST", "SECOND"))
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     options = parser.parse_args(argv)
-    lines = [json.loads(x) for x in options.replay.read_text(encoding="utf-8").splitlines()]
+    lines = load(options.replay, options.store, options.prompts)
     sound = [line for line in lines if distinct_share(line["answer"]) >= LOOP]
     pairs = [tuple(pair) for pair in options.pair]
     result = {

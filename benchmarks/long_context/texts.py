@@ -5,7 +5,7 @@
 `mixed.jsonl` holds pieces of standard-library files whose lengths are log-uniform; `short.jsonl` holds the
 same pieces cut into samples of at most `--short` tokens. So both hold the same text and the same supervised
 tokens, and differ in how much of it stands before an anchor. `ctx-<tokens>.jsonl` holds prompts from other
-files: the same places at every length, with more or less of the file before them.
+files: the same places at every length, with more or less of the source before them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.long_context.prompts import log_uniform, source_files, write
 from pipelines.target import load_tokenizer
+
+ANSWER = 200  # tokens of the file that stay behind a place
 
 
 def pieces(
@@ -46,8 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=120_000, help="of each training set")
     parser.add_argument("--short", type=int, default=1024)
     parser.add_argument("--mixed", type=int, nargs=2, default=(512, 16_000))
-    parser.add_argument("--heldout", type=int, default=6, help="prompts of each length")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 16_000])
+    parser.add_argument("--heldout", type=int, default=8, help="prompts of each length")
+    parser.add_argument("--heldout-longest", type=int, default=3, help="prompts of the last length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000, 16_000, 32_000])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -69,27 +72,25 @@ def main(argv: list[str] | None = None) -> None:
     write(options.out / "mixed.jsonl", texts(mixed))
     write(options.out / "short.jsonl", texts([ids for ids in short if len(ids) >= options.short // 8]))
 
-    long = max(options.lengths)
-    places = []
-    for file in source_files("heldout"):
-        ids = encode(file)
-        if len(ids) > long + 200:
-            places.append((file.stem, ids, rng.randrange(long, len(ids) - 200)))
-    rng.shuffle(places)
+    # One stream of all held-out files: what a place lacks in its own file, the files before it give.
+    files = source_files("heldout")
+    rng.shuffle(files)
+    stream = [token for file in files for token in encode(file)]
+    room = range(max(options.lengths), len(stream) - ANSWER)
+    places = sorted(rng.sample(room, options.heldout))
     for length in options.lengths:
         write(
             options.out / f"ctx-{length:05d}.jsonl",
             (
                 {
-                    "id": f"{name}-{end}",
+                    "id": f"place-{end}",
                     "category": "continue",
-                    "prompt": tokenizer.decode(ids[end - length : end]),
+                    "prompt": tokenizer.decode(stream[end - length : end]),
                 }
-                for name, ids, end in places[: options.heldout]
+                for end in (places[: options.heldout_longest] if length == max(options.lengths) else places)
             ),
         )
-    kept = min(len(places), options.heldout)
-    print(f"{len(mixed)} mixed and {len(short)} short texts, {kept} held-out places")
+    print(f"{len(mixed)} mixed and {len(short)} short texts, {len(places)} held-out places")
 
 
 if __name__ == "__main__":
