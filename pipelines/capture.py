@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console, Group
 from rich.table import Table
 
-from pipelines.capture_options import CaptureError, CaptureOptions, choose_taps, length_limit, new_manifest
+from csbp.rows import RowSet
+from pipelines.capture_options import (
+    CaptureError,
+    CaptureOptions,
+    choose_taps,
+    length_limit,
+    new_manifest,
+    window_rule,
+)
 from pipelines.capture_run import CapturePass, PassFigures
+from pipelines.capture_size import StoreSize, render_sizes, store_sizes
 from pipelines.capture_tasks import Plan, Task, make_plan
 from pipelines.chat import ChatRenderer
 from pipelines.dialogue import Dialogue, eos_ids
@@ -27,9 +35,8 @@ from pipelines.engine import Engine, EngineError, Job, Sampling
 from pipelines.engine_hf import HfEngine
 from pipelines.engine_vllm import VllmEngine, refuse_target
 from pipelines.files import write_text_atomically
-from pipelines.parity import PARITY_TOKENS, compare_rows, parity_tolerance, reference_states
+from pipelines.parity import PARITY_TOKENS, compare_captured
 from pipelines.records import Rejection, read_records
-from pipelines.rowformat import DTYPES
 from pipelines.store import Manifest, StoreWriter
 from pipelines.store_counts import store_bytes, store_counts
 from pipelines.target import load_tokenizer, resolve_target
@@ -51,6 +58,7 @@ class CaptureResult:
         recaptured: damaged samples that were dropped first.
         rejected: reason -> records.
         bytes: size of the store on disk.
+        sizes: what each way to store the rows of this call would take (`pipelines.capture_size`).
         parity: comparison of the first sample, {} if none was made.
         notes: what the user should know.
     """
@@ -66,6 +74,7 @@ class CaptureResult:
     recaptured: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
+    sizes: list[dict[str, Any]] = field(default_factory=list)
     parity: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -88,6 +97,7 @@ def run_capture(options: CaptureOptions) -> CaptureResult:
     limit = length_limit(options, target)
     if options.backend == "vllm":
         refuse_target(target)
+    rule = window_rule(options)
     manifest = new_manifest(options, target, taps)
     first_run = not (options.out / "manifest.json").exists()
     with (
@@ -101,13 +111,15 @@ def run_capture(options: CaptureOptions) -> CaptureResult:
         _save_rejections(options.out, plan.rejections)
         if not plan.tasks and not plan.finished:
             raise CaptureError(_nothing_usable(plan.rejections))
-        figures = PassFigures()
+        figures, sizes = PassFigures(), []
         if plan.tasks:
-            _check_size(plan, writer, options)
+            sizes = store_sizes(plan, options, rule, manifest)
+            _check_size(plan, sizes, options)
             engine.start()
             if isinstance(engine, VllmEngine) and options.parity and not writer.manifest.parity:
                 _check_parity(engine, plan.tasks[0], renderer, writer, target)
-            figures = CapturePass(engine, writer, renderer, options, limit).run(plan.tasks)
+            kept = rule if options.keep == "windows" else None
+            figures = CapturePass(engine, writer, renderer, options, kept, limit).run(plan.tasks)
         rejections = [*plan.rejections, *figures.rejections]
         _save_rejections(options.out, rejections)
         writer.commit()
@@ -127,6 +139,7 @@ def run_capture(options: CaptureOptions) -> CaptureResult:
             recaptured=len(writer.dropped),
             rejected=dict(Counter(rejection.reason for rejection in rejections)),
             bytes=store_bytes(options.out),
+            sizes=[size.to_dict() for size in sizes],
             parity=writer.manifest.parity,
             notes=_notes(engine),
         )
@@ -138,6 +151,9 @@ def render_capture(result: CaptureResult) -> Group:
     table = Table(title=f"capture in {result.out}", show_header=False, title_justify="left")
     table.add_row("samples", f"{counts['samples']:,} ({result.new_samples:,} new, {result.finished:,} found)")
     table.add_row("tokens", f"{counts['tokens']:,}, {counts['supervised']:,} supervised")
+    table.add_row("rows stored", f"{counts['stored_rows']:,} of {counts['rows']:,}")
+    if counts["last_rows"]:
+        table.add_row("last hidden states", f"{counts['last_rows']:,}")
     table.add_row("size", f"{result.bytes / 2**30:.3f} GiB")
     if result.seconds:
         speed = f"{result.new_rows / result.seconds:,.0f} rows/s"
@@ -176,7 +192,14 @@ def _engine(options: CaptureOptions, manifest: Manifest, target: Path, limit: in
     dtype = manifest.target_dtype  # resolved: vLLM's own "auto" turns a float32 checkpoint into bfloat16
     ends = _ends(load_tokenizer(target), target)
     if options.backend == "hf":
-        return HfEngine(target, taps, dtype=dtype, eos_ids=ends, step_tokens=options.step_tokens)
+        return HfEngine(
+            target,
+            taps,
+            last_hidden=options.last_hidden,
+            dtype=dtype,
+            eos_ids=ends,
+            step_tokens=options.step_tokens,
+        )
     bounded = options.hidden_cache == "bounded" or (options.hidden_cache == "auto" and limit > _BOUNDED_FROM)
     return VllmEngine(
         target,
@@ -184,7 +207,8 @@ def _engine(options: CaptureOptions, manifest: Manifest, target: Path, limit: in
         spool=options.out / "staging" / "spool",
         log=options.out / "engine.log",
         dtype=dtype,
-        feature_dtype=options.feature_dtype,
+        feature_dtype=manifest.dtype,
+        last_hidden=options.last_hidden,
         max_model_len=limit + 1,
         max_concurrent=options.max_concurrent,
         step_tokens=options.step_tokens,
@@ -207,31 +231,31 @@ def _ends(tokenizer: Any, target: Path) -> frozenset[int]:
     return eos_ids(tokenizer, json.loads(file.read_text()) if file.is_file() else {})
 
 
-def _check_size(plan: Plan, writer: StoreWriter, options: CaptureOptions) -> None:
-    """Say how large the store can become; refuse beyond the budget or beyond the disk.
+def _check_size(plan: Plan, sizes: list[StoreSize], options: CaptureOptions) -> None:
+    """Say how large the store can become, whatever is chosen; refuse beyond the budget or beyond the disk.
 
     Raises:
         CaptureError: too large.
     """
-    row = writer.manifest.feature_width * writer.manifest.torch_dtype.itemsize
-    tokens = plan.tokens_at_most(options)
-    needed, there = tokens * row, store_bytes(options.out)
-    free = psutil.disk_usage(str(options.out)).free
-    bound = "at most " if options.regenerate else ""
-    size = f"{bound}{tokens:,} tokens x {row:,} bytes = {needed / 2**30:.2f} GiB"
-    Console(stderr=True).print(
-        f"{len(plan.tasks):,} records to capture: {size}; {free / 2**30:.1f} GiB free", highlight=False
+    (chosen,) = (size for size in sizes if size.chosen)
+    there, free = store_bytes(options.out), psutil.disk_usage(str(options.out)).free
+    console = Console(stderr=True)
+    console.print(render_sizes(sizes, at_most=options.regenerate))
+    console.print(f"{len(plan.tasks):,} records to capture; {free / 2**30:.1f} GiB free", highlight=False)
+    size = (
+        f"{'at most ' * options.regenerate}{chosen.rows:,} rows x {chosen.row_bytes:,} bytes and what goes "
+        f"with them, {chosen.bytes / 2**30:.2f} GiB,"
     )
-    if options.disk_budget is not None and there + needed > options.disk_budget * 2**30:
+    smaller = "use fewer records (--limit), fewer taps, --feature-dtype fp8 or --keep windows"
+    if options.disk_budget is not None and there + chosen.bytes > options.disk_budget * 2**30:
         raise CaptureError(
             f"the store would need {size} besides the {there / 2**30:.2f} GiB that it has, more than "
-            f"the budget of {options.disk_budget:g} GiB; use fewer records (--limit), shorter ones "
-            "or fewer taps"
+            f"the budget of {options.disk_budget:g} GiB; {smaller}"
         )
-    if not options.regenerate and needed > free:
+    if not options.regenerate and chosen.bytes > free:
         raise CaptureError(
-            f"the store would need {size}, but {options.out} has {free / 2**30:.2f} GiB free; use fewer "
-            "records (--limit), fewer taps or another disk"
+            f"the store would need {size} but {options.out} has {free / 2**30:.2f} GiB free; {smaller}, or "
+            "another disk"
         )
 
 
@@ -247,16 +271,14 @@ def _check_parity(
     manifest = writer.manifest
     ids = task.given[0].token_ids.tolist() if task.given else Dialogue(task.record, renderer).next_prompt()
     ids = (ids or [])[:PARITY_TOKENS]
-    engine.submit(Job("parity", ids, Sampling()))
+    rows = dict.fromkeys(manifest.formats, RowSet.of([(0, len(ids))]))
+    engine.submit(Job("parity", ids, Sampling(), rows))
     (captured,) = engine.results()
     if captured.error:
         raise EngineError(f"the first sample gave no usable rows: {captured.error}")
-    rows = torch.cat(list(captured.rows(manifest.feature_width, manifest.torch_dtype)))
+    found = captured.read(manifest.formats)
     captured.discard()
-    states = reference_states(target, ids, manifest.target_dtype)
-    tolerance = parity_tolerance(DTYPES[manifest.target_dtype], manifest.torch_dtype)
-    report = compare_rows(rows, manifest.target_layer_ids, states, tolerance)
-    writer.describe(parity=report.to_dict())
+    writer.describe(parity=compare_captured(found, manifest, ids, target).to_dict())
 
 
 def _save_rejections(out: Path, rejections: list[Rejection]) -> None:

@@ -12,8 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from drafter.config import ConfigError, DrafterConfig
 from drafter.taps import default_layer_ids, tap_problem
+from pipelines.keep import WindowRule, keep_dict
 from pipelines.store import Manifest
 from pipelines.target import config_fingerprint, target_config, tokenizer_fingerprint
+
+FEATURE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
+_WINDOW = 2048  # of the released drafters
 
 
 class CaptureError(RuntimeError):
@@ -36,7 +40,9 @@ class CaptureOptions(BaseModel):
     )
     max_new_tokens: int = Field(default=512, ge=1, description="Longest answer of a turn with --regenerate.")
     temperature: float = Field(default=0.0, ge=0, description="Of the answers; 0 is greedy.")
-    seed: int = Field(default=0, description="Of the answers when the temperature is above 0.")
+    seed: int = Field(
+        default=0, description="Of the neighbourhoods, and of the answers when the temperature is above 0."
+    )
     drafter: Path | None = Field(
         default=None, description="Drafter folder or config.json whose taps are captured."
     )
@@ -54,8 +60,29 @@ class CaptureOptions(BaseModel):
     target_dtype: str = Field(
         default="auto", description="dtype that the target runs in; auto is its checkpoint's."
     )
-    feature_dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="dtype of the stored rows."
+    feature_dtype: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
+        default="bf16", description="dtype of the stored rows; fp8 is e4m3 with a scale per row and tap."
+    )
+    keep: Literal["all", "windows"] = Field(
+        default="all",
+        description="Rows that are stored: all, or those that a drafter of sliding layers can see from the "
+        "answers.",
+    )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description=f"Rows that a layer sees, for --keep windows; by default the drafter's or {_WINDOW}.",
+    )
+    neighbourhoods: int = Field(
+        default=8, ge=1, description="Chosen, with --keep windows, in samples that are supervised widely."
+    )
+    neighbourhood_length: int = Field(
+        default=2048, ge=1, description="Tokens of a neighbourhood; anchors are drawn only there."
+    )
+    last_hidden: bool = Field(
+        default=False,
+        description="Also store the target's last hidden states where a block predicts the next token, for "
+        "losses that compare with the target's own distribution.",
     )
     disk_budget: float | None = Field(
         default=None, gt=0, description="GiB; refuse to begin if the store could grow beyond this."
@@ -112,16 +139,42 @@ def choose_taps(options: CaptureOptions, target: Path) -> list[int]:
     if options.taps and options.drafter is not None:
         raise CaptureError("give either taps or a drafter that names them, not both")
     taps = options.taps or default_layer_ids(layers, options.num_taps)
-    if options.drafter is not None:
-        file = options.drafter / "config.json" if options.drafter.is_dir() else options.drafter
-        try:
-            taps = list(DrafterConfig.from_dict(json.loads(file.read_text())).target_layer_ids)
-        except (OSError, ValueError, KeyError, ConfigError) as error:
-            raise CaptureError(f"{file} is not a drafter's config.json: {error}") from None
+    drafter = _drafter_config(options)
+    if drafter is not None:
+        taps = list(drafter.target_layer_ids)
     problem = tap_problem(taps, layers)
     if problem:
         raise CaptureError(problem)
     return taps
+
+
+def window_rule(options: CaptureOptions) -> WindowRule:
+    """The rule `windows` with the options' figures, whether it is asked for or not.
+
+    Raises:
+        CaptureError: it is asked for, and a layer of the drafter sees more than the window.
+    """
+    drafter = _drafter_config(options)
+    windows = [mask.window for mask in drafter.layer_masks] if drafter is not None else []
+    sliding = [window for window in windows if window is not None]
+    window = options.window or max(sliding, default=_WINDOW)
+    seen = ", ".join("everything" if w is None else str(w) for w in windows)
+    if options.keep == "windows" and (len(sliding) < len(windows) or window < max(sliding, default=0)):
+        raise CaptureError(
+            f"--keep windows stores what layers with a window of {window} see, but those of "
+            f"{options.drafter} see {seen}; give a larger --window or --keep all"
+        )
+    return WindowRule(window, options.neighbourhoods, options.neighbourhood_length, options.seed)
+
+
+def _drafter_config(options: CaptureOptions) -> DrafterConfig | None:
+    if options.drafter is None:
+        return None
+    file = options.drafter / "config.json" if options.drafter.is_dir() else options.drafter
+    try:
+        return DrafterConfig.from_dict(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, ConfigError) as error:
+        raise CaptureError(f"{file} is not a drafter's config.json: {error}") from None
 
 
 def length_limit(options: CaptureOptions, target: Path) -> int:
@@ -156,8 +209,10 @@ def new_manifest(options: CaptureOptions, target: Path, taps: list[int]) -> Mani
         tokenizer_fingerprint=tokenizer_fingerprint(target),
         target_layer_ids=taps,
         hidden_size=int(config["hidden_size"]),
-        dtype=options.feature_dtype,
+        dtype=FEATURE_DTYPES[options.feature_dtype],
         target_dtype=_run_dtype(options, config),
+        keep=keep_dict(window_rule(options) if options.keep == "windows" else None),
+        last_hidden=options.last_hidden,
         backend=options.backend,
         settings=settings,
         command=shlex.join(sys.argv),

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
 
 from pipelines.capture_options import CaptureOptions
-from pipelines.capture_tasks import Task, job_seed, token_sample
+from pipelines.capture_tasks import GivenSample, Task, job_seed, sample_id, token_sample
 from pipelines.chat import ChatRenderer, MaskedTokens
 from pipelines.dialogue import Dialogue
 from pipelines.engine import Captured, Engine, Job, Sampling
+from pipelines.keep import Kept, WindowRule, choose_rows, rows_to_make
 from pipelines.parity import ParityError, RowCheck
 from pipelines.progress import Bar
 from pipelines.records import Record, RecordError, Rejection
 from pipelines.rowfile import NonFiniteError
+from pipelines.rowformat import FEATURES, RowFormat
 from pipelines.store import StoreWriter
 
 _JOBS_AHEAD = 4  # jobs kept at the engine per sequence that it runs at once
@@ -43,14 +49,21 @@ class CapturePass:
         writer: of the store.
         renderer: of the target.
         options: of the capture.
+        rule: which rows are stored; None for all.
         limit: longest sample in tokens.
     """
 
     def __init__(
-        self, engine: Engine, writer: StoreWriter, renderer: ChatRenderer, options: CaptureOptions, limit: int
+        self,
+        engine: Engine,
+        writer: StoreWriter,
+        renderer: ChatRenderer,
+        options: CaptureOptions,
+        rule: WindowRule | None,
+        limit: int,
     ) -> None:
         self._engine, self._writer, self._renderer = engine, writer, renderer
-        self._options, self._limit = options, limit
+        self._options, self._rule, self._limit = options, rule, limit
         self._open: dict[str, _Conversation] = {}
         self.figures = PassFigures()
 
@@ -74,7 +87,7 @@ class CapturePass:
     def _feed(self, waiting: deque[Task], ahead: int, bar: Bar) -> None:
         while waiting and sum(conversation.jobs for conversation in self._open.values()) < ahead:
             task = waiting.popleft()
-            conversation = _Conversation(task, self._renderer, self._options, self._limit)
+            conversation = _Conversation(task, self._renderer, self._options, self._rule, self._limit)
             self._open[task.record.id] = conversation
             try:
                 for job in conversation.first_jobs():
@@ -116,41 +129,82 @@ class CapturePass:
         if captured.error:
             raise _NoAnswerError(f"the engine's rows are not usable: {captured.error}")
         manifest = self._writer.manifest
-        width, dtype = manifest.feature_width, manifest.torch_dtype
+        formats = manifest.formats
         sample = token_sample(record, tokens, number, of)
+        num_rows = len(sample.token_ids) - bool(captured.output_ids)
+        kept = choose_rows(
+            sample.id, sample.loss_mask, num_rows, self._rule, last_hidden=manifest.last_hidden
+        )
+        sample = replace(sample, **kept.fields(num_rows, self._rule))
         check = RowCheck(manifest.target_layer_ids, manifest.hidden_size)
-        distinct = len(set(tokens.token_ids))
-        row_bytes = width * dtype.itemsize
-        if (
-            captured.files
-            and sum(file.rows for file in captured.files) * row_bytes >= self._options.part_bytes // 4
-        ):
-            for rows in captured.rows(width, dtype):
-                check.add(rows)
+        distinct = len(sample.token_ids[kept.rows[FEATURES].indices()].unique())
+        if self._is_adopted(captured, kept, formats):
+            for family, rows in captured.stored(formats):
+                if family == FEATURES:
+                    check.add(formats[family].unpack(rows))
             check.finish(distinct)
-            files = captured.files
-            self._writer.adopt(sample, {"features": [(f.path, f.sha256, f.rows) for f in files]})
-            self.figures.rows += sum(file.rows for file in files)
+            files = captured.files or {}
+            self._writer.adopt(
+                sample, {family: [(f.path, f.sha256, f.rows) for f in of] for family, of in files.items()}
+            )
         else:
             with self._writer.stream() as stream:
-                for rows in captured.rows(width, dtype):
-                    check.add(rows.to(dtype))
-                    stream.append(rows)
-                    self.figures.rows += len(rows)
+                for family, rows in chosen_rows(captured, kept, formats):
+                    if family == FEATURES:
+                        check.add(_readable(rows, formats[family]))
+                    stream.append(rows, family)
                 check.finish(distinct)
                 stream.finish(sample)
             captured.discard()
+        self.figures.rows += num_rows
         self.figures.samples += 1
+
+    def _is_adopted(self, captured: Captured, kept: Kept, formats: dict[str, RowFormat]) -> bool:
+        """Whether the engine's files become parts as they are: nothing to leave out, and large enough."""
+        if captured.files is None:
+            return False
+        size = sum(len(rows) * formats[family].row_bytes for family, rows in kept.rows.items())
+        whole = all(rows.ranges == captured.made[family].ranges for family, rows in kept.rows.items())
+        return whole and size >= self._options.part_bytes // 4
+
+
+def chosen_rows(
+    captured: Captured, kept: Kept, formats: dict[str, RowFormat]
+) -> Iterator[tuple[str, Tensor]]:
+    """(family, next rows) of those that the engine made and the store keeps."""
+    seen = dict.fromkeys(captured.made, 0)
+    for family, rows in captured.stored(formats):
+        made, first = captured.made[family], seen[family]
+        seen[family] += len(rows)
+        stored = made.members(first, seen[family]).intersection(kept.rows[family])
+        if len(stored) == len(rows):
+            yield family, rows
+        elif len(stored):
+            yield family, rows[made.rank_of(stored.indices()) - first]
+
+
+def _readable(rows: Tensor, row_format: RowFormat) -> Tensor:
+    """Rows as a reader will get them, but for the rounding of e4m3."""
+    return row_format.unpack(rows) if rows.dtype == torch.uint8 else rows.to(row_format.dtype)
 
 
 class _Conversation:
     """One task between its first job and its last sample."""
 
-    def __init__(self, task: Task, renderer: ChatRenderer, options: CaptureOptions, limit: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        renderer: ChatRenderer,
+        options: CaptureOptions,
+        rule: WindowRule | None,
+        limit: int,
+    ) -> None:
         self.task = task
         self.jobs = 0
+        self._rule = rule
         self._limit = limit
         self._options = options
+        self._last = options.last_hidden
         self._dialogue = Dialogue(task.record, renderer) if task.turns else None
         self._turn = 0
         self._prompt: list[int] = []
@@ -162,10 +216,15 @@ class _Conversation:
             job = self._next_turn()
             return [job] if job else []
         self.jobs = len(self.task.given)
-        return [
-            Job(f"{self.task.record.id}/{at}", sample.token_ids.tolist(), Sampling())
-            for at, sample in enumerate(self.task.given)
-        ]
+        return [self._given_job(at, sample) for at, sample in enumerate(self.task.given)]
+
+    def _given_job(self, at: int, sample: GivenSample) -> Job:
+        """The rows that are stored of a given sequence are known before it runs."""
+        record, mask = self.task.record, torch.from_numpy(sample.loss_mask)
+        kept = choose_rows(
+            sample_id(record, sample.number, sample.of), mask, len(mask), self._rule, last_hidden=self._last
+        )
+        return Job(f"{record.id}/{at}", sample.token_ids.tolist(), Sampling(), kept.rows)
 
     def take(self, captured: Captured) -> Job | None:
         """Accept a result; the job that has to follow it, if any.
@@ -213,7 +272,10 @@ class _Conversation:
         options = self._options
         sampling = Sampling(min(options.max_new_tokens, room), options.temperature, options.seed)
         record = self.task.record
-        job = Job(f"{record.id}/{self._turn}", prompt, sampling, job_seed(record, self._turn, options.seed))
+        mask = torch.tensor(self._dialogue.loss_mask, dtype=torch.bool)
+        rows = rows_to_make(mask, sampling.max_new_tokens, self._rule, last_hidden=self._last)
+        seed = job_seed(record, self._turn, options.seed)
+        job = Job(f"{record.id}/{self._turn}", prompt, sampling, rows, seed)
         self._turn += 1
         self.jobs = 1
         return job

@@ -36,11 +36,7 @@ class Task:
     record: Record
     given: tuple[GivenSample, ...] = ()
     turns: int = 0  # answers to be written
-    prompt_tokens: int = 0  # of the dialogue's first prompt
-
-    @property
-    def tokens_at_most(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.given) + self.prompt_tokens
+    prompt_tokens: int = 0  # of all prompts of the dialogue together
 
 
 @dataclass
@@ -58,11 +54,6 @@ class Plan:
     finished: int = 0
     repeated: int = 0
     rejections: list[Rejection] = field(default_factory=list)
-
-    def tokens_at_most(self, options: CaptureOptions) -> int:
-        """Upper bound of the rows that the tasks can add."""
-        answers = sum(task.turns for task in self.tasks) * options.max_new_tokens
-        return answers + sum(task.tokens_at_most for task in self.tasks)
 
 
 def make_plan(
@@ -131,8 +122,18 @@ def _dialogue_task(record: Record, renderer: ChatRenderer, limit: int) -> Task:
     if len(prompt) + 1 > limit:
         raise RecordError(f"the prompt has {len(prompt)} tokens, too many for max_length {limit}")
     turns = sum(message["role"] == "user" for message in record.messages)
-    text_length = sum(len(str(message.get("content") or "")) for message in record.messages)
-    return Task(record, turns=turns, prompt_tokens=max(len(prompt), text_length // 3))
+    return Task(record, turns=turns, prompt_tokens=_prompt_tokens(record, renderer, len(prompt)))
+
+
+def _prompt_tokens(record: Record, renderer: ChatRenderer, first: int) -> int:
+    """Tokens of the last prompt without its answers, as if every message came with the first one's frame."""
+    contents = [
+        str(message.get("content") or "") for message in record.messages if message["role"] != "assistant"
+    ]
+    if len(contents) < 2:
+        return first
+    own = [len(renderer.encode(content)) for content in contents]
+    return first + sum(own[1:]) + (len(own) - 1) * max(0, first - own[0])
 
 
 def sample_id(record: Record, number: int, of: int) -> str:

@@ -2,16 +2,18 @@
 
 vLLM's `extract_hidden_states` method keeps the tapped hidden states of a step in the pages of a cache-only
 layer. This connector reads them at the end of the same step and appends them to one row file per request, so
-nothing has to wait for the request to end. The scheduler half says which slots hold new rows; the worker half
-reads them.
+nothing has to wait for the request to end. The scheduler half says which slots hold new rows that the request
+asked for; the worker half reads them. Rows that nobody asked for are never read.
 
-When a request ends, `<spool>/<request>.json` appears: {"files": [{"part", "rows", "sha256"}], "error": text |
+A request names the rows that it wants in `kv_transfer_params`: {"rows": {family: [[start, stop], ...]}}. When
+it ends, `<spool>/<request>.json` appears: {"files": {family: [{"part", "rows", "sha256"}]}, "error": text |
 null}. Imported by the engine through `kv_connector_module_path`; nothing else of the project imports vLLM.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
 from pipelines.rowfile import RowFile, StoreError
-from pipelines.rowformat import DTYPES, RowFormat
+from pipelines.rowformat import FEATURES, LAST, RowFormat, row_formats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,15 +41,26 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 1 << 18  # decode rows of a request gather here before they reach the file
 
 
+Ranges = list[tuple[int, int]]
+
+
 @dataclass
 class NewRows(KVConnectorMetadata):
-    """What the worker has to save after this step: request id -> cache slots of its new rows, in order."""
+    """What the worker has to save after this step.
 
-    slots: dict[str, list[int]] = field(default_factory=dict)
+    Attributes:
+        slots: family of rows -> request id -> cache slots of its new rows, in order.
+    """
+
+    slots: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 class StreamingRows(KVConnectorBase_V1, SupportsHMA):
-    """Store-only connector; extra config: `spool` (folder), `dtype` (of the rows), `part_bytes`."""
+    """Store-only connector.
+
+    Extra config: `spool` (folder), `dtype` (of the rows, as in a manifest), `last_hidden` (the last of the
+    extracted states is the last hidden state, not a tap), `part_bytes`.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -56,10 +69,13 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         self._group, self._block_size = _cache_only_group(kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._spool = Path(extra["spool"])
-        self._dtype = DTYPES[extra["dtype"]]
+        self._dtype = str(extra["dtype"])
+        self._last_hidden = bool(extra["last_hidden"])
         self._part_bytes = int(extra["part_bytes"])
-        self._sent: dict[str, int] = {}  # scheduler half: rows handed to the worker so far
+        self._wanted: dict[str, dict[str, Ranges]] = {}  # scheduler half: request id -> family -> its rows
+        self._sent: dict[str, int] = {}  # rows that the worker has been told of so far
         self._cache: torch.Tensor | None = None  # worker half: [blocks, taps, block_size, hidden]
+        self._formats: dict[str, RowFormat] = {}
         self._writes = False
         self._requests: dict[str, _RequestRows] = {}
 
@@ -85,28 +101,35 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
             first = self._sent.get(request_id, 0)
             if stop <= first:
                 continue
-            assert blocks_of is not None
-            tables = blocks_of.get_block_ids(request_id)
-            assert tables is not None
-            meta.slots[request_id] = self._slots(tables[self._group], first, stop, request_id)
             self._sent[request_id] = stop
+            for family, ranges in self._wanted[request_id].items():
+                rows = rows_between(ranges, first, stop)
+                if not rows:
+                    continue
+                assert blocks_of is not None
+                tables = blocks_of.get_block_ids(request_id)
+                assert tables is not None
+                meta.slots.setdefault(family, {})[request_id] = self._slots(
+                    tables[self._group], rows, request_id
+                )
         return meta
 
-    def _slots(self, blocks: list[int], start: int, stop: int, request_id: str) -> list[int]:
+    def _slots(self, blocks: list[int], rows: list[int], request_id: str) -> list[int]:
         size = self._block_size
-        touched = blocks[start // size : (stop - 1) // size + 1]
-        if 0 in touched:  # the null block: the pages of these rows were given back
+        slots = [blocks[row // size] * size + row % size for row in rows]
+        if min(slots) < size:  # the null block: the pages of these rows were given back
             raise RuntimeError(
-                f"rows {start}..{stop} of request {request_id} are no longer in the hidden-state cache; "
-                "a bounded cache cannot be combined with prefix caching or draft tokens"
+                f"rows {rows[0]}..{rows[-1]} of request {request_id} are no longer in the hidden-state "
+                "cache; a bounded cache cannot be combined with prefix caching or draft tokens"
             )
-        return [blocks[row // size] * size + row % size for row in range(start, stop)]
+        return slots
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids  # every row is on its way already: the pages may be freed at once
         self._sent.pop(request.request_id, None)
+        self._wanted.pop(request.request_id, None)
         return False, {"rows": request.request_id}
 
     def get_num_new_matched_tokens(
@@ -116,7 +139,11 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        del request, blocks, num_external_tokens
+        del blocks, num_external_tokens
+        asked = (request.kv_transfer_params or {}).get("rows", {})
+        self._wanted[request.request_id] = {
+            family: [(int(start), int(stop)) for start, stop in ranges] for family, ranges in asked.items()
+        }
 
     # ---------------------------------------------------------------- worker half
 
@@ -126,9 +153,12 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         self._cache = kv_caches[name]
         # All tensor-parallel ranks hold the same hidden states; the first one writes.
         self._writes = get_tensor_model_parallel_rank() == 0
-        if self._cache.shape[2] != self._block_size:
+        _, states, page, hidden = self._cache.shape
+        taps = states - int(self._last_hidden)
+        self._formats = row_formats(self._dtype, taps, hidden, last_hidden=self._last_hidden)
+        if page != self._block_size:
             raise RuntimeError(
-                f"the hidden-state cache has pages of {self._cache.shape[2]} rows, the scheduler counts "
+                f"the hidden-state cache has pages of {page} rows, the scheduler counts "
                 f"{self._block_size}; rows would come from wrong slots"
             )
 
@@ -138,26 +168,33 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         if not self._writes or not isinstance(meta, NewRows) or not meta.slots:
             return
         assert self._cache is not None
-        slots = torch.tensor([slot for of in meta.slots.values() for slot in of], dtype=torch.int64)
-        slots = slots.to(self._cache.device)
-        rows_THD = self._cache[slots // self._block_size, :, slots % self._block_size]
-        rows = rows_THD.flatten(1).to(self._dtype).to("cpu")
-        finite = bool(torch.isfinite(rows).all())  # once for the step; each request looks for itself if not
+        taps = self._formats[FEATURES].taps
+        states = {FEATURES: self._cache[:, :taps], LAST: self._cache[:, taps:]}
+        for family, slots_of in meta.slots.items():
+            self._save(family, states[family], slots_of)
+
+    def _save(self, family: str, cache: torch.Tensor, slots_of: dict[str, list[int]]) -> None:
+        row_format = self._formats[family]
+        slots = torch.tensor([slot for of in slots_of.values() for slot in of], device=cache.device)
+        rows = row_format.cast(cache[slots // self._block_size, :, slots % self._block_size].flatten(1))
+        # Judged and packed once for the step; if it is not finite, each request looks for itself.
+        if bool(torch.isfinite(rows).all()):
+            rows = row_format.pack(rows)
+        rows = rows.to("cpu")
         at = 0
-        for request_id, of in meta.slots.items():
+        for request_id, of in slots_of.items():
             if request_id not in self._requests:
                 self._requests[request_id] = _RequestRows(
-                    self._spool, request_id, self._dtype, self._part_bytes
+                    self._spool, request_id, self._formats, self._part_bytes
                 )
-            self._requests[request_id].append(rows[at : at + len(of)], finite=finite)
+            self._requests[request_id].append(family, rows[at : at + len(of)])
             at += len(of)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Close the files of requests that ended in the step before."""
-        for request_id in finished_req_ids:
-            rows = self._requests.pop(request_id, None)
-            if rows is not None:
-                rows.finish()
+        for request_id in finished_req_ids if self._writes else ():
+            nothing = _RequestRows(self._spool, request_id, self._formats, self._part_bytes)
+            self._requests.pop(request_id, nothing).finish()
         return None, None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
@@ -179,43 +216,54 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
 class _RequestRows:
     """Row files of one running request."""
 
-    def __init__(self, spool: Path, request_id: str, dtype: torch.dtype, part_bytes: int) -> None:
+    def __init__(self, spool: Path, request_id: str, formats: dict[str, RowFormat], part_bytes: int) -> None:
         self._base = spool / request_id
-        self._dtype = dtype
+        self._formats = formats
         self._part_bytes = part_bytes
-        self._open: RowFile | None = None
-        self._files: list[dict[str, Any]] = []
+        self._open: dict[str, RowFile] = {}
+        self._files: dict[str, list[dict[str, Any]]] = {family: [] for family in formats}
         self._error: str | None = None
 
-    def append(self, rows_TW: torch.Tensor, *, finite: bool) -> None:
+    def append(self, family: str, rows: torch.Tensor) -> None:
+        """The next rows, packed or not (then they may hold NaN)."""
         if self._error is not None:
             return
         try:
-            if self._open is not None and self._open.bytes >= self._part_bytes:
-                self._close()
-            if self._open is None:
-                path = Path(f"{self._base}.{len(self._files):03d}.rows")
-                row_format = RowFormat("features", self._dtype, 1, rows_TW.shape[1])
-                self._open = RowFile(path, row_format, buffer_bytes=_BUFFER_BYTES)
-            self._open.append(rows_TW, finite=finite)
+            if family in self._open and self._open[family].bytes >= self._part_bytes:
+                self._close(family)
+            if family not in self._open:
+                path = Path(f"{self._base}.{family}.{len(self._files[family]):03d}.rows")
+                self._open[family] = RowFile(path, self._formats[family], buffer_bytes=_BUFFER_BYTES)
+            self._open[family].append(rows)
         except StoreError as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._files.append(self._open.end_segment())
-            self._open.close()
-            self._open = None
+    def _close(self, family: str) -> None:
+        part = self._open.pop(family)
+        self._files[family].append(part.end_segment())
+        part.close()
 
     def finish(self) -> None:
         try:
-            self._close()
+            for family in [*self._open]:
+                self._close(family)
         except OSError as error:
             self._error = f"DiskFullError: {error}"
         report = self._base.with_name(self._base.name + ".json")
         staged = report.with_suffix(".json.part")
         staged.write_text(json.dumps({"files": self._files, "error": self._error}))
         staged.rename(report)
+
+
+def rows_between(ranges: Ranges, first: int, stop: int) -> list[int]:
+    """Members of ascending ranges in [first, stop)."""
+    rows: list[int] = []
+    for at in range(max(0, bisect_right(ranges, (first, first)) - 1), len(ranges)):
+        start, end = ranges[at]
+        if start >= stop:
+            break
+        rows.extend(range(max(first, start), min(stop, end)))
+    return rows
 
 
 def _cache_only_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:

@@ -72,6 +72,11 @@ class Dialogue:
             self._start(prompt)
         return self._ids
 
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Of the last `next_prompt`: which of its tokens are earlier answers."""
+        return self._mask
+
     def answered(self, output_ids: list[int]) -> None:
         """Append the target's answer to the last `next_prompt`."""
         tokenizer = self.renderer.tokenizer

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csbp.rows import RowSet
 from pipelines.rowfile import HEADER_BYTES
+from pipelines.rowformat import RowFormat
 
 _PIECE_BYTES = 32 << 20
 
@@ -37,12 +39,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """One request: `key` comes back with the result; `seed` belongs to this request alone."""
+    """One request.
+
+    Attributes:
+        key: comes back with the result.
+        token_ids: the prompt.
+        sampling: how it is answered.
+        rows: family of rows -> which are wanted; those past the end of the sequence are not made. The other
+            rows go as soon as they exist.
+        seed: belongs to this request alone.
+    """
 
     key: str
     token_ids: list[int]
     sampling: Sampling
+    rows: dict[str, RowSet]
     seed: int = 0
+
+    def rows_made(self, output_ids: list[int]) -> dict[str, RowSet]:
+        """Of the wanted rows those that exist; the last generated token was never an input."""
+        length = len(self.token_ids) + max(0, len(output_ids) - 1)
+        whole = RowSet.of([(0, length)])
+        return {family: rows.intersection(whole) for family, rows in self.rows.items()}
 
 
 @dataclass(frozen=True)
@@ -61,38 +79,52 @@ class Captured:
     Attributes:
         key: of the job.
         output_ids: tokens that the target produced, [] for a prompt alone.
-        files: feature rows on disk, in order.
-        pieces: feature rows that are still to be made or are in memory, in order; used when `files` is empty.
+        made: family of rows -> which rows of the sequence these are.
+        files: family -> rows on disk, in order; None if they are not on disk.
+        pieces: family -> next rows [T, width] in any float dtype, in pieces that are still to be made or are
+            in memory; used when there are no files.
         error: why there are no valid rows; None if there are.
     """
 
     key: str
     output_ids: list[int]
-    files: list[RowSpool] = field(default_factory=list)
-    pieces: Iterator[Tensor] = field(default_factory=lambda: iter(()))
+    made: dict[str, RowSet]
+    files: dict[str, list[RowSpool]] | None = None
+    pieces: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     error: str | None = None
 
-    def rows(self, width: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The feature rows [T, width], in pieces of bounded size."""
-        if not self.files:
-            yield from self.pieces
-        row_bytes = width * dtype.itemsize
-        step = max(1, _PIECE_BYTES // row_bytes)
-        for file in self.files:
-            for start in range(0, file.rows, step):
-                count = min(step, file.rows - start)
-                raw = np.fromfile(
-                    file.path,
-                    dtype=np.uint8,
-                    count=count * row_bytes,
-                    offset=HEADER_BYTES + start * row_bytes,
-                )
-                yield torch.from_numpy(raw).view(dtype).view(count, width)
+    def stored(self, formats: dict[str, RowFormat]) -> Iterator[tuple[str, Tensor]]:
+        """(family, next rows) in pieces of bounded size; rows on disk are packed ones (`RowFormat.pack`)."""
+        if self.files is None:
+            for piece in self.pieces:
+                yield from piece.items()
+            return
+        for family, files in self.files.items():
+            row_bytes = formats[family].row_bytes
+            step = max(1, _PIECE_BYTES // row_bytes)
+            for file in files:
+                for start in range(0, file.rows, step):
+                    count = min(step, file.rows - start)
+                    offset = HEADER_BYTES + start * row_bytes
+                    raw = np.fromfile(file.path, dtype=np.uint8, count=count * row_bytes, offset=offset)
+                    yield family, torch.from_numpy(raw).view(count, row_bytes)
+
+    def read(self, formats: dict[str, RowFormat]) -> dict[str, Tensor]:
+        """Family -> all of its rows [T, width] as a store gives them. For short sequences."""
+        pieces: dict[str, list[Tensor]] = {
+            family: [torch.empty(0, of.width, dtype=of.dtype)] for family, of in formats.items()
+        }
+        for family, rows in self.stored(formats):
+            of = formats[family]
+            packed = rows if rows.dtype == torch.uint8 else of.pack(of.cast(rows))
+            pieces[family].append(of.unpack(packed.cpu()))
+        return {family: torch.cat(rows) for family, rows in pieces.items()}
 
     def discard(self) -> None:
         """Delete the row files."""
-        for file in self.files:
-            file.path.unlink(missing_ok=True)
+        for files in (self.files or {}).values():
+            for file in files:
+                file.path.unlink(missing_ok=True)
 
 
 class Engine(Protocol):

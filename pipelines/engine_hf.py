@@ -1,11 +1,12 @@
 """The transformers backend: forward hooks on the tapped layers, in this process.
 
-A hook sees the raw output of a layer, so taps mean the same as in the vLLM backend. Prompts of similar length
+A hook sees the raw output of a layer, so taps mean the same as in the vLLM backend; the last hidden state is
+the input of the final norm. Prompts of similar length
 share a right-padded batch: with causal attention no row of a sequence sees the padding behind it. A prompt
 longer than a chunk is run alone, chunk by chunk over a key/value cache, and its rows are made while they are
 being written.
 
-Shape legend: N sequences of a batch, T tokens, W taps * hidden.
+Shape legend: N sequences of a batch, T tokens, D hidden, W taps * hidden.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from csbp.rows import RowSet
 from pipelines.engine import Captured, EngineError, Job
+from pipelines.rowformat import FEATURES, LAST
 
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 _GENERATION_BATCH = 64  # fastest of the sizes tried on two cores (126 tok/s)
 
 
@@ -29,6 +33,7 @@ class HfEngine:
     Args:
         target: checkpoint folder.
         target_layer_ids: taps (layer outputs).
+        last_hidden: jobs may ask for last hidden states.
         dtype: "auto" or a torch dtype name to run in.
         eos_ids: ids that end an answer.
         step_tokens: tokens of a batch, padding included, and of a chunk.
@@ -40,6 +45,7 @@ class HfEngine:
         target: Path,
         target_layer_ids: Sequence[int],
         *,
+        last_hidden: bool = False,
         dtype: str = "auto",
         eos_ids: frozenset[int] = frozenset(),
         step_tokens: int = 2048,
@@ -47,13 +53,14 @@ class HfEngine:
     ) -> None:
         self._target = target
         self._taps = list(target_layer_ids)
+        self._last_hidden = last_hidden
         self._dtype = dtype
         self._eos = sorted(eos_ids)
         self._step = step_tokens
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._jobs: deque[Job] = deque()
         self._model: Any = None
-        self._rows: dict[int, Tensor] = {}
+        self._states: dict[int | str, Tensor] = {}  # tap, or LAST -> [N, T, D] of the last forward
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -71,11 +78,13 @@ class HfEngine:
         layers = decoder_layers(self._model)
         for tap in self._taps:
             self._hooks.append(layers[tap].register_forward_hook(self._keep(tap)))
+        if self._last_hidden:
+            self._hooks.append(final_norm(self._model).register_forward_pre_hook(self._keep_last))
 
     def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._model, self._rows = [], None, {}
+        self._hooks, self._model, self._states = [], None, {}
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
@@ -87,11 +96,14 @@ class HfEngine:
             sequences = [job.token_ids + output for job, output in zip(batch, outputs, strict=True)]
             # The last generated token was never an input: it has no row, as in the vLLM backend.
             inputs = [ids[:-1] if output else ids for ids, output in zip(sequences, outputs, strict=True)]
+            made = [job.rows_made(output) for job, output in zip(batch, outputs, strict=True)]
             if len(batch) == 1:
-                yield Captured(batch[0].key, outputs[0], pieces=self._chunks(inputs[0]))
+                pieces = self._chunks(inputs[0], made[0])
+                yield Captured(batch[0].key, outputs[0], made[0], pieces=pieces)
                 continue
-            for job, output, rows in zip(batch, outputs, self._padded(inputs), strict=True):
-                yield Captured(job.key, output, pieces=iter((rows,)))
+            rows = self._padded(inputs, made)
+            for job, output, own, found in zip(batch, outputs, made, rows, strict=True):
+                yield Captured(job.key, output, own, pieces=iter((found,)))
 
     def _take_batch(self) -> list[Job]:
         """The next jobs whose padded batch fits into a step; at least one."""
@@ -107,8 +119,8 @@ class HfEngine:
         return batch
 
     @torch.inference_mode()
-    def _chunks(self, ids: list[int]) -> Iterator[Tensor]:
-        """Rows [T, W] of one sequence, a chunk at a time."""
+    def _chunks(self, ids: list[int], wanted: dict[str, RowSet]) -> Iterator[dict[str, Tensor]]:
+        """Wanted rows [T, W] of one sequence, a chunk at a time."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
@@ -122,11 +134,12 @@ class HfEngine:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            yield self._taken()[0]
+            yield self._taken(0, start, start + piece.shape[1], wanted)
+            self._states = {}
 
     @torch.inference_mode()
-    def _padded(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Rows [T, W] of each sequence from one right-padded batch."""
+    def _padded(self, sequences: list[list[int]], wanted: list[dict[str, RowSet]]) -> list[dict[str, Tensor]]:
+        """Wanted rows [T, W] of each sequence from one right-padded batch."""
         longest = max(map(len, sequences))
         ids_NT = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask_NT = torch.zeros_like(ids_NT)
@@ -140,8 +153,9 @@ class HfEngine:
             use_cache=False,
             logits_to_keep=1,
         )
-        rows_NTW = self._taken()
-        return [rows_NTW[n, : len(ids)] for n, ids in enumerate(sequences)]
+        rows = [self._taken(n, 0, len(ids), wanted[n]) for n, ids in enumerate(sequences)]
+        self._states = {}
+        return rows
 
     @torch.inference_mode()
     def _generate(self, batch: list[Job]) -> list[list[int]]:
@@ -167,7 +181,7 @@ class HfEngine:
             pad_token_id=0,
             **(warm if sampling.temperature > 0 else {"do_sample": False}),
         )
-        self._rows = {}
+        self._states = {}
         return [self._until_end(row[longest:].tolist()) for row in out_NT]
 
     def _until_end(self, ids: list[int]) -> list[int]:
@@ -176,15 +190,22 @@ class HfEngine:
 
     def _keep(self, tap: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            self._rows[tap] = output[0] if isinstance(output, tuple) else output
+            self._states[tap] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
-    def _taken(self) -> Tensor:
-        """Rows [N, T, W] of the last forward, taps side by side."""
-        rows = torch.cat([self._rows[tap] for tap in self._taps], dim=-1).cpu()
-        self._rows = {}
-        return rows
+    def _keep_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._states[LAST] = inputs[0]
+
+    def _taken(self, n: int, start: int, stop: int, wanted: dict[str, RowSet]) -> dict[str, Tensor]:
+        """Wanted rows of sequence `n`, of which the last forward made rows [start, stop)."""
+        sources: dict[str, list[int | str]] = {FEATURES: [*self._taps], LAST: [LAST]}
+        made = RowSet.of([(start, stop)])
+        taken = {}
+        for family, rows in wanted.items():
+            at = (rows.intersection(made).indices() - start).to(self._device)
+            taken[family] = torch.cat([self._states[name][n, at] for name in sources[family]], dim=-1).cpu()
+        return taken
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -199,3 +220,21 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise EngineError(f"{type(model).__name__} has no list of decoder layers that forward hooks could go on")
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm between the last decoder layer and the head of a causal language model.
+
+    Raises:
+        EngineError: none found.
+    """
+    decoder = model.get_decoder()
+    for owner in (decoder, getattr(decoder, "language_model", None), getattr(decoder, "model", None)):
+        for name in _FINAL_NORMS:
+            norm = getattr(owner, name, None)
+            if isinstance(norm, nn.Module):
+                return norm
+    raise EngineError(
+        f"{type(model).__name__} has no final norm under a known name ({', '.join(_FINAL_NORMS)}); capture "
+        "it without --last-hidden"
+    )

@@ -51,13 +51,13 @@ class VllmEngine:
         spool: empty folder on the store's file system for row files.
         log: file for everything that vLLM prints.
         dtype: "auto" or a dtype name to run in.
-        feature_dtype: dtype of the row files.
+        feature_dtype: dtype of the row files, as in `Manifest.dtype`.
+        last_hidden: jobs may ask for last hidden states.
         max_model_len: longest prompt plus answer.
         max_concurrent: sequences that run at once.
         step_tokens: tokens of one engine step; longer prompts are prefilled in chunks of it.
         bounded: hidden-state cache independent of the sequence length, without prefix caching; False keeps
-        all
-            rows of running sequences in pages and reuses common prefixes.
+            all rows of running sequences in pages and reuses common prefixes.
         kv_cache_gib: key/value cache in GiB; None leaves it to vLLM (4 GiB without a GPU).
         tensor_parallel: GPUs that share the target.
         part_bytes: row files of a request are begun anew at this size.
@@ -75,6 +75,7 @@ class VllmEngine:
         log: Path,
         dtype: str = "auto",
         feature_dtype: str = "bfloat16",
+        last_hidden: bool = False,
         max_model_len: int,
         max_concurrent: int = 128,
         step_tokens: int = 2048,
@@ -89,9 +90,11 @@ class VllmEngine:
         self._log = log
         self._spool = spool
         self._kv_cache_gib = kv_cache_gib
+        layers = int(target_config(target)["num_hidden_layers"])
         self._settings = {
             "target": str(target),
-            "engine_layer_ids": engine_layer_ids(target_layer_ids),
+            "engine_layer_ids": engine_layer_ids(target_layer_ids, layers if last_hidden else None),
+            "last_hidden": last_hidden,
             "spool": str(spool),
             "dtype": dtype,
             "feature_dtype": feature_dtype,
@@ -107,7 +110,7 @@ class VllmEngine:
         }
         self._process: subprocess.Popen[str] | None = None
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._waiting = 0
+        self._waiting: dict[str, Job] = {}
         self._number = 0
         self.bounded = bounded  # as it came to be; known after `wait_ready`
         self.bounded_refused: str | None = None
@@ -159,6 +162,7 @@ class VllmEngine:
             "max_new_tokens": job.sampling.max_new_tokens,
             "temperature": job.sampling.temperature,
             "seed": job.seed,
+            "rows": {family: rows.ranges for family, rows in job.rows.items()},
         })  # fmt: skip
         assert self._process is not None
         assert self._process.stdin is not None
@@ -167,21 +171,22 @@ class VllmEngine:
             self._process.stdin.flush()
         except OSError:
             raise self._failure("the engine process ended") from None
-        self._waiting += 1
+        self._waiting[job.key] = job
 
     def results(self) -> Iterator[Captured]:
         while self._waiting:
             message = self._next()
-            self._waiting -= 1
-            files = [
-                RowSpool(self._spool / file["part"], file["rows"], file["sha256"])
-                for file in message["files"]
-            ]
-            output = message["output_ids"]
+            job = self._waiting.pop(message["key"])
+            files = {
+                family: [RowSpool(self._spool / file["part"], file["rows"], file["sha256"]) for file in of]
+                for family, of in message["files"].items()
+            }
+            # vLLM always samples; the token behind a prompt alone is nobody's.
+            output = message["output_ids"][: job.sampling.max_new_tokens]
             error = message["error"]
             if error and error.startswith("DiskFullError"):
                 raise StoreError(error.partition(": ")[2])
-            yield Captured(message["key"], output, files=files, error=error)
+            yield Captured(job.key, output, job.rows_made(output), files=files, error=error)
 
     def stop(self) -> None:
         """End the process; what it still runs is lost."""

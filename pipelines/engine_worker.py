@@ -71,6 +71,7 @@ def engine_arguments(settings: dict[str, Any], *, bounded: bool) -> dict[str, An
             "kv_connector_extra_config": {
                 "spool": settings["spool"],
                 "dtype": settings["feature_dtype"],
+                "last_hidden": settings["last_hidden"],
                 "part_bytes": settings["part_bytes"],
             },
         },
@@ -145,6 +146,7 @@ class Worker:
             ignore_eos=True,
             stop_token_ids=self._settings["stop_token_ids"],
             detokenize=False,
+            extra_args={"kv_transfer_params": {"rows": job["rows"]}},
         )
         request_id = f"job-{job['number']}"
         self._running[request_id] = job["key"]

@@ -10,6 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from pipelines.rowformat import FEATURES
 from pipelines.store import FeatureStore
 from pipelines.store_counts import store_bytes, store_counts
 
@@ -31,7 +32,10 @@ def inspect_store(path: Path | str, *, verify: bool = False) -> dict[str, Any]:
     manifest = store.manifest
     counts = store_counts(path)
     lengths = store.lengths
-    parts = sorted((path / "features").glob("*.safetensors"))
+    parts = {
+        family: [file.stat().st_size for file in (path / family).glob("*.safetensors")]
+        for family in manifest.formats
+    }
     report = {
         "store": str(path),
         "target": manifest.target,
@@ -48,9 +52,11 @@ def inspect_store(path: Path | str, *, verify: bool = False) -> dict[str, Any]:
         "parity": manifest.parity,
         "command": manifest.command,
         **counts,
-        "conversations": len({store.sample(index).conversation for index in range(len(store))}),
+        "conversations": len(set(store.conversations)),
+        "row_bytes": manifest.formats[FEATURES].row_bytes,
         "bytes": store_bytes(path),
-        "parts": len(parts),
+        "bytes_of": {family: sum(sizes) for family, sizes in parts.items()},
+        "parts": sum(map(len, parts.values())),
         "length": {
             "min": int(lengths.min()),
             "median": int(lengths.median()),
@@ -75,6 +81,10 @@ def render_store(report: dict[str, Any]) -> Group:
     table.add_row("samples", f"{report['samples']:,} of {report['conversations']:,} conversations")
     table.add_row("tokens", f"{report['tokens']:,}, {report['supervised']:,} supervised")
     table.add_row("rows", f"{report['rows']:,} x {len(report['taps'])} taps x {report['hidden_size']}")
+    share = report["stored_rows"] / report["rows"]
+    table.add_row("kept", f"{report['stored_rows']:,} rows ({share:.1%}): {_rule(report['keep'])}")
+    last = f"{report['last_rows']:,}" if report["last_hidden"] else "none"
+    table.add_row("last hidden states", last)
     table.add_row("size", f"{report['bytes'] / 2**30:.3f} GiB in {report['parts']} parts, {report['dtype']}")
     table.add_row("length", f"{length['min']:,} to {length['max']:,}, median {length['median']:,}")
     if "damaged" in report:
@@ -99,6 +109,15 @@ def render_store(report: dict[str, Any]) -> Group:
     return Group(table, histogram, taps, *damaged)
 
 
+def _rule(keep: dict[str, Any]) -> str:
+    if keep["rule"] == "all":
+        return "all"
+    return (
+        f"windows of {keep['window']:,}, at most {keep['neighbourhoods']} neighbourhoods of "
+        f"{keep['neighbourhood_length']:,} tokens a sample"
+    )
+
+
 def _histogram(lengths: torch.Tensor) -> list[tuple[int, int]]:
     """(upper bound, samples) in powers of two."""
     bins: dict[int, int] = {}
@@ -112,11 +131,11 @@ def _tap_statistics(store: FeatureStore) -> list[dict[str, float]]:
     """Norms per tap, and the RMS over rows of the distance from the mean row (0 means constant rows)."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(store), generator=generator)[:_SAMPLES].tolist()
-    pieces = []
+    pieces = [torch.empty(0, store.feature_width)]
     for index in chosen:
-        rows = store.sample(index).num_rows
-        start = int(torch.randint(max(1, rows - _ROWS), (1,), generator=generator))
-        pieces.append(store.rows(index, start, min(rows, start + _ROWS)).float())
+        for start, stop in store.sample(index).kept.tolist()[-1:]:
+            first = start + int(torch.randint(max(1, stop - start - _ROWS), (1,), generator=generator))
+            pieces.append(store.rows(index, first, min(stop, first + _ROWS)).float())
     rows_TLH = torch.cat(pieces).view(-1, len(store.manifest.target_layer_ids), store.manifest.hidden_size)
     norms_TL = rows_TLH.norm(dim=-1)
     spread_L = (rows_TLH - rows_TLH.mean(dim=0)).norm(dim=-1).square().mean(dim=0).sqrt()

@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipelines.rowformat import DTYPES, LAST
+from pipelines.store_schema import Manifest
+from pipelines.target import target_config
+
 # Rows of one computation in two programs differ by rounding: SmolLM2 in bfloat16 by 0.2-0.6 % overall, 3.4 %
 # in its worst row of layer 27, in float32 by 1e-6. One layer off is 55-85 %.
 _COMPUTING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-_STORING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # unit roundoff
+_STORING = {  # unit roundoff
+    torch.float32: 0.0,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float8_e4m3fn: 2**-4,
+}
 PARITY_TOKENS = 256
 _CONSTANT_ROWS = 4  # this many equal rows of different tokens are no accident
 
@@ -55,7 +64,8 @@ def reference_states(target: Path, token_ids: list[int], dtype: str = "auto") ->
     """Raw outputs [T, hidden] fp32 of all decoder layers by transformers on the CPU, then of the norm."""
     from transformers import AutoModelForCausalLM
 
-    from pipelines.engine_hf import decoder_layers
+    from pipelines.engine import EngineError
+    from pipelines.engine_hf import decoder_layers, final_norm
 
     model = AutoModelForCausalLM.from_pretrained(
         target, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
@@ -69,10 +79,34 @@ def reference_states(target: Path, token_ids: list[int], dtype: str = "auto") ->
     model(input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=1)
     for hook in hooks:
         hook.remove()
-    final_norm = getattr(model.get_decoder(), "norm", None)
-    if final_norm is not None:
-        outputs.append(final_norm(outputs[-1].to(next(model.parameters()).dtype)).float())
+    try:
+        norm = final_norm(model)
+    except EngineError:
+        return outputs
+    outputs.append(norm(outputs[-1].to(next(model.parameters()).dtype)).float())
     return outputs
+
+
+def compare_captured(
+    found: dict[str, Tensor], manifest: Manifest, token_ids: list[int], target: Path
+) -> ParityReport:
+    """Compare a captured sequence with transformers; a last hidden state counts as a tap of the last layer.
+
+    Args:
+        found: family of rows -> all rows of the sequence.
+        manifest: of the store.
+        token_ids: the sequence.
+        target: checkpoint folder.
+
+    Raises:
+        ParityError: see `compare_rows`.
+    """
+    states = reference_states(target, token_ids, manifest.target_dtype)
+    layers = int(target_config(target)["num_hidden_layers"])
+    taps = [*manifest.target_layer_ids, *([layers - 1] if LAST in found else [])]
+    rows_TW = torch.cat(list(found.values()), dim=1)
+    tolerance = parity_tolerance(DTYPES[manifest.target_dtype], DTYPES[manifest.dtype])
+    return compare_rows(rows_TW, taps, states, tolerance)
 
 
 def compare_rows(

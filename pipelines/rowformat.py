@@ -25,6 +25,7 @@ DTYPES = {
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+FEATURES, LAST = "features", "last_hidden"  # families of rows: their folders and tensors have these names
 _CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _E4M3_MAX = 448.0
 _LEAST_EXPONENT = -126  # of a normal bfloat16 number
@@ -103,6 +104,17 @@ class RowFormat:
         rows = values.view(torch.bfloat16)[:, : self.width]
         scale_TL = torch.from_numpy(np.ascontiguousarray(pairs[:, : self.taps])).view(torch.bfloat16)
         return (rows.unflatten(1, (self.taps, self.hidden)).mul_(scale_TL[..., None])).flatten(1)
+
+
+def row_formats(dtype: str, taps: int, hidden: int, *, last_hidden: bool) -> dict[str, RowFormat]:
+    """Family of rows -> how they are stored.
+
+    Last hidden states are never e4m3: its rounding would move the logits that are made from them.
+    """
+    features = RowFormat(FEATURES, DTYPES[dtype], taps, hidden)
+    if not last_hidden:
+        return {FEATURES: features}
+    return {FEATURES: features, LAST: RowFormat(LAST, features.dtype, 1, hidden)}
 
 
 @cache

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from csbp.rows import RowSet
 from pipelines.rowfile import PartReader, StoreError, segment_digest
-from pipelines.store_schema import FEATURES, LAST, Manifest, part_family, part_path, part_problem
-from pipelines.store_table import TokenSample, read_shard, row_digest, shard_row
+from pipelines.rowformat import FEATURES, LAST
+from pipelines.store_schema import Manifest, part_family, part_path, part_problem
+from pipelines.store_table import TokenSample, ranges_table, read_shard, row_digest, shard_row
 from pipelines.store_writer import StoreWriter
 
 __all__ = ["FeatureStore", "Manifest", "Sample", "StoreError", "StoreWriter", "TokenSample"]
@@ -168,6 +169,12 @@ class FeatureStore:
         per_shard = [pc.list_value_length(table["token_ids"]).to_numpy() for table in self._shards]
         return torch.tensor([int(per_shard[shard][row]) for shard, row in self._places], dtype=torch.int64)
 
+    @property
+    def conversations(self) -> list[str]:
+        """Conversation of each sample, without reading the tokens."""
+        per_shard = [table.column("conversation").to_pylist() for table in self._shards]
+        return [per_shard[shard][row] for shard, row in self._places]
+
     def sample(self, index: int) -> Sample:
         """Everything but the rows of sample `index` (0 <= index < len(store))."""
         table, at = self._shard_of(index)
@@ -182,9 +189,9 @@ class FeatureStore:
             conversation=fields["conversation"],
             num_rows=fields["rows"],
             metadata={"source": fields["source"], "prompt_length": fields["prompt_length"]},
-            kept=_table_of(place.rows[FEATURES]),
-            anchor_spans=_table_of(_ranges(fields["anchor_spans"], length)),
-            last_rows=_table_of(place.rows[LAST]),
+            kept=ranges_table(place.rows[FEATURES]),
+            anchor_spans=ranges_table(_ranges(fields["anchor_spans"], length)),
+            last_rows=ranges_table(place.rows[LAST]),
         )
 
     def rows(self, index: int, start: int, stop: int) -> Tensor:
@@ -310,10 +317,6 @@ def _runs(segments: list[dict[str, Any]]) -> list[_Run]:
 
 def _ranges(ranges: list[list[int]] | None, everything: int) -> RowSet:
     return RowSet.of([(0, everything)] if ranges is None else [(a, b) for a, b in ranges])
-
-
-def _table_of(rows: RowSet) -> Tensor:
-    return torch.stack([rows.starts, rows.stops], dim=1)
 
 
 def _listed(rows: RowSet) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from pipelines.files import write_json_atomically
 from pipelines.rowfile import HEADER_BYTES, StoreError, sealed_bytes
-from pipelines.rowformat import DTYPES, RowFormat
+from pipelines.rowformat import DTYPES, FEATURES, LAST, RowFormat, row_formats
 
 SCHEMA_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # 1: all rows, no last hidden states, no e4m3
@@ -19,7 +19,6 @@ TAP_CONVENTION = (
     "target_layer_ids are 0-based decoder-layer OUTPUTS (the residual stream after layer l, before any final "
     "norm); a feature row is the concatenation of these taps in listed order"
 )
-FEATURES, LAST = "features", "last_hidden"  # families of parts: their folders and tensors have these names
 _TAGS = {FEATURES: "part", LAST: "last"}
 KEEP_ALL: dict[str, Any] = {"rule": "all"}
 
@@ -74,15 +73,9 @@ class Manifest:
 
     @property
     def formats(self) -> dict[str, RowFormat]:
-        """Family of parts -> how its rows are stored.
-
-        Last hidden states are never e4m3: their rounding would move the logits that are made from them.
-        """
-        stored = DTYPES[self.dtype]
-        features = RowFormat(FEATURES, stored, len(self.target_layer_ids), self.hidden_size)
-        if not self.last_hidden:
-            return {FEATURES: features}
-        return {FEATURES: features, LAST: RowFormat(LAST, features.dtype, 1, self.hidden_size)}
+        """Family of parts -> how its rows are stored."""
+        taps = len(self.target_layer_ids)
+        return row_formats(self.dtype, taps, self.hidden_size, last_hidden=self.last_hidden)
 
     @classmethod
     def load(cls, store: Path) -> Manifest:

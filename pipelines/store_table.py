@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from csbp.rows import RowSet
 from pipelines.rowfile import StoreError
 
 SEGMENT = pa.struct([
@@ -157,6 +158,11 @@ class TokenSample:
         expected = sum(stop - start for start, stop in ranges)
         if found != expected:
             raise StoreError(f"sample {self.id}: {found} {what} for ranges of {expected} rows")
+
+
+def ranges_table(rows: RowSet) -> Tensor:
+    """int64 [n, 2]."""
+    return torch.stack([rows.starts, rows.stops], dim=1)
 
 
 def row_digest(row: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipelines.files import sync_folder
 from pipelines.rowfile import StoreError, disk_errors
+from pipelines.rowformat import FEATURES, LAST
 from pipelines.store_parts import PartSeries
 from pipelines.store_recovery import (
     clear_staging,
@@ -28,7 +29,7 @@ from pipelines.store_recovery import (
     next_shard,
     reclaim_parts,
 )
-from pipelines.store_schema import FEATURES, LAST, Manifest, part_family
+from pipelines.store_schema import Manifest, part_family
 from pipelines.store_table import TokenSample, journal_line, samples_table, write_shard
 
 PART_BYTES = 1 << 30

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from csbp.rows import RowSet
 from pipelines.capture import CaptureError, CaptureOptions, render_capture, run_capture
 from pipelines.capture_tasks import complete_records, job_seed
 from pipelines.engine import EngineError, Job, Sampling
@@ -23,6 +24,7 @@ from pipelines.engine_vllm import refuse_target
 from pipelines.parity import reference_states
 from pipelines.records import parse_record
 from pipelines.rowfile import DiskFullError
+from pipelines.rowformat import row_formats
 from pipelines.store import FeatureStore, StoreError, StoreWriter
 from pipelines.target import load_tokenizer
 from tests.pipelines.tiny_target import HIDDEN, TAPS, make_target
@@ -45,8 +47,12 @@ def pairs(count: int) -> list[dict[str, str]]:
 def options(target: Path, out: Path, data: str, **changes: Any) -> CaptureOptions:
     return CaptureOptions.model_validate({
         "target": str(target), "data": [data], "out": out, "backend": "hf", "taps": TAPS,
-        "feature_dtype": "float32", **changes,
+        "feature_dtype": "fp32", **changes,
     })  # fmt: skip
+
+
+def everything(length: int) -> dict[str, RowSet]:
+    return {"features": RowSet.of([(0, length)])}
 
 
 def reference_rows(target: Path, ids: list[int]) -> torch.Tensor:
@@ -81,7 +87,7 @@ def test_rows_are_the_outputs_of_the_tapped_layers(tmp_path: Path, kind: str) ->
 def test_batch_equals_one_by_one(target: Path) -> None:  # B4
     rng = random.Random(0)
     jobs = [
-        Job(str(n), [rng.randrange(256) for _ in range(length)], Sampling())
+        Job(str(n), [rng.randrange(256) for _ in range(length)], Sampling(), everything(length))
         for n, length in enumerate((5, 40, 17, 33))
     ]
     found = []
@@ -90,8 +96,8 @@ def test_batch_equals_one_by_one(target: Path) -> None:  # B4
         engine.start()
         for job in jobs:
             engine.submit(job)
-        width = len(TAPS) * HIDDEN
-        found.append({c.key: torch.cat(list(c.rows(width, torch.float32))) for c in engine.results()})
+        formats = row_formats("float32", len(TAPS), HIDDEN, last_hidden=False)
+        found.append({c.key: c.read(formats)["features"] for c in engine.results()})
         engine.stop()
     for job in jobs:
         assert torch.allclose(found[0][job.key], found[1][job.key], rtol=1e-4, atol=1e-4)
@@ -260,9 +266,9 @@ def test_size_is_said_before_and_refused_beyond_the_budget(
 ) -> None:  # B12
     data = lines(tmp_path / "d.jsonl", {"text": "x" * 100})
     row = len(TAPS) * HIDDEN * 4
-    with pytest.raises(CaptureError, match=rf"100 tokens x {row:,} bytes.*budget"):
+    with pytest.raises(CaptureError, match=rf"100 rows x {row:,} bytes.*budget"):
         run_capture(options(target, tmp_path / "s", data, disk_budget=1e-6))
-    assert f"100 tokens x {row:,} bytes" in " ".join(capsys.readouterr().err.split())
+    assert "fp32" in capsys.readouterr().err
     assert not list((tmp_path / "s/samples").iterdir())
 
 

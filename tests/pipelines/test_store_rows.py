@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import Tensor
 
+from pipelines.inspect_store import inspect_store, render_store
 from pipelines.rowformat import RowFormat
 from pipelines.store import FeatureStore, StoreError, StoreWriter, TokenSample
 from pipelines.store_counts import store_counts
@@ -251,3 +253,20 @@ def test_e4m3_store_reads_as_bfloat16_and_keeps_last_states_in_it(tmp_path: Path
     from safetensors.torch import load_file
 
     assert load_file(part)["features"].shape == (20, WIDTH + 4)
+
+
+def test_inspection_shows_what_is_kept(tmp_path: Path) -> None:
+    rule = {"rule": "windows", "window": 4, "neighbourhoods": 2, "neighbourhood_length": 8}
+    facts = manifest(keep=rule, last_hidden=True, dtype="float8_e4m3fn")
+    with StoreWriter(tmp_path / "s", facts) as writer:
+        writer.add(sparse("a", 40, [[0, 3], [10, 14]], [[12, 13]]), rows_of("a", 7), last_of("a", 1))
+        writer.add(sparse("b", 40, [], []), rows_of("b", 0), last_of("b", 0))
+    report = inspect_store(tmp_path / "s", verify=True)
+    assert (report["rows"], report["stored_rows"], report["last_rows"]) == (80, 7, 1)
+    assert (report["keep"], report["last_hidden"], report["row_bytes"]) == (rule, True, WIDTH + 4)
+    assert report["bytes_of"] == {"features": 1024 + 7 * (WIDTH + 4), "last_hidden": 1024 + HIDDEN * 2}
+    console = Console(record=True, width=120)
+    console.print(render_store(report))
+    text = console.export_text()
+    for words in ("7 rows (8.8%): windows of 4, at most 2 neighbourhoods of 8 tokens", "float8_e4m3fn"):
+        assert words in text
