@@ -287,6 +287,18 @@ def long(options: Any, json_file: JsonFile = None) -> None:
         raise typer.Exit(1)
 
 
+@_job("pipelines.bench_store:BenchStoreOptions", group=bench)
+def store(options: Any, json_file: JsonFile = None) -> None:
+    """Write one long sample to a feature store and read it back in windows: speed, memory, exactness.
+
+    Example: python cli.py bench store --tokens 1048576 --json store.json
+    """
+    result = _load("pipelines.bench_store:run_bench_store")(options)
+    _show(result, "pipelines.bench_store:render_bench_store", json_file)
+    if result.rows_wrong:
+        raise typer.Exit(1)
+
+
 def _log_to_stderr() -> None:
     handler = logging.StreamHandler()
     for name in HOUSE:
