@@ -12,18 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from csbp.rows import RowSet
 from pipelines.capture import CaptureOptions, run_capture
 from pipelines.engine import Captured, EngineError, Job, Sampling
 from pipelines.engine_vllm import VllmEngine
 from pipelines.parity import compare_rows, reference_states
+from pipelines.rowformat import FEATURES, LAST, row_formats
 from pipelines.store import FeatureStore
-from tests.pipelines.tiny_target import HIDDEN, TAPS, make_target
+from tests.pipelines.test_keep import legal, seen_by
+from tests.pipelines.tiny_target import HIDDEN, LAYERS, TAPS, make_target
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 STEP = 64
+WINDOW = 12
+WIDTH = len(TAPS) * HIDDEN
+FORMATS = row_formats("float32", len(TAPS), HIDDEN, last_hidden=True)
 SEED = 3
 
 
@@ -48,6 +54,7 @@ def start(target: Path, folder: Path, **changes: Any) -> VllmEngine:
     settings: dict[str, Any] = {
         "dtype": "float32",
         "feature_dtype": "float32",
+        "last_hidden": True,
         "max_model_len": 4096,
         "max_concurrent": 4,
         "step_tokens": STEP,
@@ -58,20 +65,38 @@ def start(target: Path, folder: Path, **changes: Any) -> VllmEngine:
 
 
 def run(engine: VllmEngine, jobs: dict[str, tuple[list[int], int]]) -> dict[str, tuple[list[int], Tensor]]:
-    """key -> (generated ids, rows) of prompts that are in the engine together."""
+    """key -> (generated ids, rows and last hidden states) of prompts that are in the engine together."""
     for key, (prompt, new) in jobs.items():
-        engine.submit(Job(key, prompt, Sampling(new)))
+        everything = RowSet.of([(0, len(prompt) + new)])
+        engine.submit(Job(key, prompt, Sampling(new), {FEATURES: everything, LAST: everything}))
     return {captured.key: (captured.output_ids, _rows(captured)) for captured in engine.results()}
 
 
 def _rows(captured: Captured) -> Tensor:
     assert captured.error is None
-    return torch.cat(list(captured.rows(len(TAPS) * HIDDEN, torch.float32)))
+    return torch.cat(list(captured.read(FORMATS).values()), dim=1)
 
 
 def check(target: Path, token_ids: list[int], rows: Tensor) -> None:
+    """Taps, and the last hidden state as the tap of the last layer."""
     assert len(rows) == len(token_ids)
-    compare_rows(rows, TAPS, reference_states(target, token_ids, "float32"), 1e-3)
+    compare_rows(rows, [*TAPS, LAYERS - 1], reference_states(target, token_ids, "float32"), 1e-3)
+
+
+def check_sparse(store: FeatureStore, index: int, target: Path) -> None:
+    """The rows that blocks in the target's answers can see, and last hidden states where they predict."""
+    sample = store.sample(index)
+    assert sample.num_rows == len(sample.token_ids) - 1
+    anchors = legal(sample.loss_mask)
+    kept, labels = (RowSet.of(ranges.tolist()) for ranges in (sample.kept, sample.last_rows))
+    assert set(kept.indices().tolist()) == seen_by(anchors, sample.loss_mask, WINDOW)
+    assert labels.indices().tolist() == anchors
+    states = reference_states(target, sample.token_ids.tolist(), "float32")
+    expected = torch.cat([states[tap] for tap in TAPS], dim=1)
+    for start, stop in kept.ranges:
+        assert torch.allclose(store.rows(index, start, stop), expected[start:stop], rtol=1e-3, atol=1e-3)
+    found = store.last_hidden(index, labels.indices())
+    assert torch.allclose(found, states[LAYERS - 1][labels.indices()], rtol=1e-3, atol=1e-3)
 
 
 def test_paged_capture(target: Path, tmp_path: Path) -> None:  # B5, B6, B16, G15
@@ -83,6 +108,17 @@ def test_paged_capture(target: Path, tmp_path: Path) -> None:  # B5, B6, B16, G1
         check(target, long, alone)
         again = run(engine, {"again": (long, 0)})["again"][1]  # nearly all from the prefix cache
         assert torch.equal(again, alone)
+        wanted = {
+            FEATURES: RowSet.of([(3, 5), (STEP - 2, 2 * STEP + 1)]),
+            LAST: RowSet.of([(STEP, STEP + 3)]),
+        }
+        engine.submit(Job("some", ids(5, 3 * STEP), Sampling(), wanted))
+        engine.submit(Job("none", ids(6, 20), Sampling(), {FEATURES: RowSet.of([]), LAST: RowSet.of([])}))
+        some = {captured.key: captured.read(FORMATS) for captured in engine.results()}
+        whole = run(engine, {"whole": (ids(5, 3 * STEP), 0)})["whole"][1]
+        for family, columns in ((FEATURES, slice(0, WIDTH)), (LAST, slice(WIDTH, None))):
+            assert torch.equal(some["some"][family], whole[wanted[family].indices(), columns])
+            assert len(some["none"][family]) == 0
         branch = long[:200] + ids(3, 90)  # a shared prefix with a new tail
         mixed = run(engine, {"branch": (branch, 0), "short": (short, 12), "fresh": (ids(4, 150), 0)})
         check(target, branch, mixed["branch"][1])
@@ -117,17 +153,15 @@ def test_capture_command_regenerates_with_vllm(target: Path, tmp_path: Path) -> 
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = CaptureOptions.model_validate({
         "target": str(target), "data": [str(data)], "out": tmp_path / "s", "taps": TAPS, "regenerate": True,
-        "max_new_tokens": 9, "temperature": 1.0, "seed": SEED, "feature_dtype": "float32", "max_length": 1000,
-        "kv_cache_gib": 1,
+        "max_new_tokens": 9, "temperature": 1.0, "seed": SEED, "feature_dtype": "fp32", "max_length": 1000,
+        "kv_cache_gib": 1, "keep": "windows", "window": WINDOW, "last_hidden": True,
     })  # fmt: skip
     result = run_capture(options)
     assert max(result.parity["worst"].values()) < 1e-3
     store = FeatureStore.open(tmp_path / "s", verify=True)
     assert result.generated_tokens == result.counts["supervised"]
     for index in range(len(store)):
-        sample = store.sample(index)
-        assert sample.num_rows == len(sample.token_ids) - 1
-        check(target, sample.token_ids.tolist()[:-1], store.rows(index, 0, sample.num_rows))
+        check_sparse(store, index, target)
     second = run_capture(options)
     assert (second.new_samples, second.finished) == (0, 3)
 
