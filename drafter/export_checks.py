@@ -59,7 +59,8 @@ def used_special_tokens(target_dir: str | Path) -> dict[int, str]:
     """Return the special tokens that a target's tokenizer and generation put into text, by id.
 
     A special token counts as used when it has a role (bos, eos, pad, ...), or when the chat template spells
-    it. Reserved tokens that nothing refers to are free to be a mask.
+    it. Reserved tokens that nothing refers to are free to be a mask, and so is the tokenizer's own mask token
+    where it has no second role.
     """
     directory = Path(target_dir)
     tokenizer = _read_json(directory / "tokenizer_config.json")
@@ -73,7 +74,7 @@ def used_special_tokens(target_dir: str | Path) -> dict[int, str]:
     used: dict[int, str] = {}
     for role, value in {**_read_json(directory / "special_tokens_map.json"), **tokenizer}.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if role.endswith("_token") and isinstance(text, str) and text in ids:
+        if role.endswith("_token") and role != "mask_token" and isinstance(text, str) and text in ids:
             used[ids[text]] = f"the tokenizer's {role} {text!r}"
     for text, token in ids.items():
         if text in template:

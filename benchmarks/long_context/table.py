@@ -224,7 +224,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.errorbar(
                 at, value, yerr=bars, marker="o", markersize=3, capsize=2, linewidth=1.2, label=name
             )
+        middles = [sum(v["context"]) / 2 for v in found]
         axis.set(xscale="log", xlabel="context, tokens", title=title)
+        axis.set_xticks(middles, [f"{round(at / 1024, 1):g}K" for at in middles])
+        axis.minorticks_off()
         axis.grid(visible=True, alpha=0.3)
     axes[0].set_ylabel("acceptance length")
     axes[1].legend(fontsize=7)

@@ -253,3 +253,13 @@ def test_special_tokens_of_the_template_are_live_and_reserved_ones_free(tmp_path
     drafter = Drafter(dataclasses.replace(tiny_config(), mask_token_id=7))
     with pytest.raises(ExportError, match="generation_config's eos_token_id"):
         check_export(drafter, TARGET, special_tokens=used_special_tokens(tmp_path))
+
+
+def test_mask_token_of_the_tokenizer_may_be_the_drafters_unless_it_has_a_second_role(tmp_path):
+    added = [{"id": 0, "content": "<pad>"}, {"id": 4, "content": "<mask>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    roles = {"pad_token": "<pad>", "mask_token": "<mask>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    assert set(used_special_tokens(tmp_path)) == {0}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**roles, "mask_token": "<pad>"}))
+    assert set(used_special_tokens(tmp_path)) == {0}
