@@ -36,7 +36,7 @@ MASKS: dict[str, tuple[LayerMask, ...]] = {
 
 PLANS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "auto, context made again": {"again": True},
+    "auto, rows made again": {"again": True},
     "dealt, local": {"placement": "dealt", "transport": "local"},
     "dealt, gather": {"placement": "dealt", "transport": "gather"},
     "dealt, ring": {"placement": "dealt", "transport": "ring"},
@@ -74,8 +74,8 @@ class ExactStep(Protocol):
         *,
         again: bool = False,
     ) -> Tensor:
-        """Differentiable sum of the losses of blocks `own`, from the features of `rows` alone; `again`: what
-        comes of features is made again in the backward pass.
+        """Differentiable sum of the losses of blocks `own`, from the features of `rows` alone; `again`:
+        context and block rows are made again in the backward pass.
         """
         ...
 

@@ -22,6 +22,7 @@ REDUCTION_BUCKET = 1 << 25  # gradients averaged at once: 128 MiB, enough to fil
 BUCKETS_IN_FLIGHT = 4  # at stages 0 and 1; what is started beyond them waits for the oldest
 
 ROW_TILE, VOCABULARY_TILE = 512, 2048  # of a tile of logits (the objective's defaults)
+ATTENTION_PRODUCTS, MLP_PRODUCTS = 3, 2  # that read the normed rows: q, k, v; gate, up
 CONTEXT_CHUNK = 4096  # context rows that are widened, or made again, at a time (the drafter's default)
 
 
@@ -40,6 +41,7 @@ class StepSettings:
         tensor_cores: narrow products accumulate in float32 by themselves, so the loss casts no head rows.
         retain: received shards that a ring keeps, as in `csbp.plan.plan_step`; None keeps all.
         recompute_context: context rows are made again in the backward pass, chunk by chunk.
+        recompute_blocks: block activations are, layer by layer.
         placement: who owns what, as in `plan_step`.
         transports: how context rows reach the blocks: one way for all layers, or one a layer.
     """
@@ -54,6 +56,7 @@ class StepSettings:
     tensor_cores: bool = True
     retain: int | None = None
     recompute_context: bool = False
+    recompute_blocks: bool = False
     placement: Placement | Literal["auto"] = "auto"
     transports: tuple[Transport | Literal["auto"], ...] = ("auto",)
 
@@ -178,6 +181,13 @@ class _Step:
     def blocks(self, layers: int) -> float:
         return layers * self.block_rows * block_row_bytes(self.shape, self.settings)
 
+    def blocks_again(self) -> float:
+        """One layer's second half, the larger one, while its backward pass has made it again."""
+        if not self.settings.recompute_blocks:
+            return 0.0
+        hidden = WIDE * self.shape.hidden + 4 * self.settings.compute_bytes * self.shape.intermediate
+        return self.block_rows * (hidden + _sublayer_bytes(self.shape, self.settings, MLP_PRODUCTS))
+
     def casts(self) -> float:
         """Narrow copies of the weights of products, alive until the backward pass is over."""
         parts = self.shape.parameters()
@@ -219,7 +229,7 @@ class _Step:
         return {
             **self.state(done),
             **self.context(layer + 1),
-            "block activations": self.blocks(layer + 1),
+            "block activations": self.blocks(layer + 1) + self.blocks_again(),
             "weight copies": self.casts(),
             "backward temporaries": self.block_rows * widest + context,
             "context gradient": self.key_value_gradients(layer),
@@ -251,20 +261,28 @@ class _Step:
 def block_row_bytes(shape: DrafterShape, settings: StepSettings) -> float:
     """Bytes that one layer keeps for one block row until its backward pass."""
     c, d = settings.compute_bytes, shape.hidden
-    attention_inputs, mlp_inputs = 3, 2
-    sublayers = 0.0
-    for products in (attention_inputs, mlp_inputs):
-        sublayers += WIDE * (d + 1)  # the norm's input (the residual stream) and its statistic
-        if shape.conv_kernel:
-            sublayers += WIDE * d + c * shape.conv_coefficients + c * d  # normed rows, coefficients, output
-            sublayers += c * d * (products + 1) if settings.narrow else WIDE * d
-        else:
-            sublayers += c * d * products if settings.narrow else WIDE * d
+    # attention keeps packed queries, keys, values, and its output and log-sum-exp wide
+    attended = c * (shape.query_width + 2 * shape.kv_width) + WIDE * (shape.query_width + shape.heads)
+    if settings.recompute_blocks:
+        return WIDE * d + c * (shape.query_width + shape.conv_coefficients) + attended
+    sublayers = sum(_sublayer_bytes(shape, settings, count) for count in (ATTENTION_PRODUCTS, MLP_PRODUCTS))
     heads = shape.heads + shape.kv_heads
     projections = c * (2 * shape.query_width + 3 * shape.kv_width) + WIDE * heads
     # attention keeps its output and log-sum-exp wide; o_proj keeps its input
     mixed = (c + WIDE) * shape.query_width + WIDE * shape.heads
     return sublayers + projections + mixed + c * 4 * shape.intermediate
+
+
+def _sublayer_bytes(shape: DrafterShape, settings: StepSettings, products: int) -> float:
+    """Norm and convolutions around one sublayer, a row; `products` read what they give."""
+    c, d = settings.compute_bytes, shape.hidden
+    kept = WIDE * (d + 1)  # the norm's input (the residual stream) and its statistic
+    if shape.conv_kernel:
+        kept += WIDE * d + c * shape.conv_coefficients + c * d  # normed rows, coefficients, output
+        kept += c * d * (products + 1) if settings.narrow else WIDE * d
+    else:
+        kept += c * d * products if settings.narrow else WIDE * d
+    return kept
 
 
 def fits(parts: Mapping[str, float], memory_bytes: float, headroom: float) -> bool:

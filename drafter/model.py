@@ -9,13 +9,14 @@ H query heads, G key/value heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drafter.attention import BlockAttention
 from drafter.config import DrafterConfig
@@ -64,19 +65,9 @@ class Attention(nn.Module):
             self.v_proj(rows).unflatten(-1, heads),
         )
 
-    def forward(
-        self,
-        rows_ABD: Tensor,
-        block_angles: Angles,
-        context: KeysValues,
-        attention: BlockAttention,
-        layer: int,
-    ) -> Tensor:
-        q_ABHE = self.q_norm(self.q_proj(rows_ABD).unflatten(-1, (-1, self.head_dim)))
-        k_block, v_block = self.keys_values(rows_ABD, block_angles)
-        mixed_ABHE = attention(layer, rotate(q_ABHE, *block_angles), k_block, v_block, *context)
-        projected: Tensor = self.o_proj(mixed_ABHE.flatten(-2))
-        return projected
+    def queries(self, rows: Tensor, angles: Angles) -> Tensor:
+        """Return normed, rotated queries [..., H, E] of block rows [..., D]."""
+        return rotate(self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim))), *angles)
 
 
 class SwiGLU(nn.Module):
@@ -107,20 +98,17 @@ class Layer(nn.Module):
             self.attention_conv = GroupedDynamicCausalConv(*kernel)
             self.mlp_conv = GroupedDynamicCausalConv(*kernel)
 
-    def forward(
-        self,
-        h_ABD: Tensor,
-        block_angles: Angles,
-        context: KeysValues,
-        attention: BlockAttention,
-        layer: int,
-    ) -> Tensor:
-        rows = self.input_layernorm(h_ABD)
-        if self.attention_conv is None:
-            rows = self.self_attn(rows, block_angles, context, attention, layer)
-        else:
+    def before_attention(self, h_ABD: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return (queries, keys, values) of block rows, and the coefficients of the second convolution."""
+        rows, delta = self.input_layernorm(h_ABD), None
+        if self.attention_conv is not None:
             rows, delta = self.attention_conv.before(rows)
-            rows = self.self_attn(rows, block_angles, context, attention, layer)
+        return (self.self_attn.queries(rows, angles), *self.self_attn.keys_values(rows, angles), delta)
+
+    def after_attention(self, h_ABD: Tensor, mixed_ABHE: Tensor, delta: Tensor | None) -> Tensor:
+        """Return the layer's output from its input and what attention mixed."""
+        rows = self.self_attn.o_proj(mixed_ABHE.flatten(-2))
+        if self.attention_conv is not None and delta is not None:
             rows = self.attention_conv.after(rows, delta)
         h_ABD = h_ABD + rows
         rows = self.post_attention_layernorm(h_ABD)
@@ -129,6 +117,33 @@ class Layer(nn.Module):
         rows, delta = self.mlp_conv.before(rows)
         return h_ABD + self.mlp_conv.after(self.mlp(rows), delta)
 
+    def forward(
+        self,
+        h_ABD: Tensor,
+        block_angles: Angles,
+        context: KeysValues,
+        attention: BlockAttention,
+        layer: int,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """One layer. With `recompute` only its input and the attention's own tensors wait for the backward
+        pass, which makes the rest again; attention is not repeated, because ranks meet in it.
+        """
+        run = _again if recompute and torch.is_grad_enabled() else _once
+        q_ABHE, k_block, v_block, delta = run(self.before_attention, h_ABD, block_angles)
+        mixed_ABHE = attention(layer, q_ABHE, k_block, v_block, *context)
+        output_ABD: Tensor = run(self.after_attention, h_ABD, mixed_ABHE, delta)
+        return output_ABD
+
+
+def _once(function: Callable[..., Any], *tensors: Any) -> Any:
+    return function(*tensors)
+
+
+def _again(function: Callable[..., Any], *tensors: Any) -> Any:
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+
 
 class Drafter(nn.Module):
     """DFlash (version 1) or DFlash2 (version 2); a new DFlash2 drafter computes what DFlash computes.
@@ -136,9 +151,13 @@ class Drafter(nn.Module):
     With `config.feature_scaling` there is one training-only buffer, `feature_scale` [F], that multiplies the
     columns of `fc`: features whose sizes differ by orders of magnitude then train at one rate. An export
     folds it into `fc`.
+
+    Attributes:
+        recompute: block activations are made again in the backward pass, layer by layer.
     """
 
     feature_scale: Tensor | None
+    recompute: bool = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -205,7 +224,7 @@ class Drafter(nn.Module):
         block_angles = self.rotary(block_positions_AB, h_ABD.dtype)
         keys_values = self._keys_values(context, context_positions_T, attention)
         for index, (layer, pair) in enumerate(zip(self.layers, keys_values, strict=True)):
-            h_ABD = layer(h_ABD, block_angles, pair, attention, index)
+            h_ABD = layer(h_ABD, block_angles, pair, attention, index, recompute=self.recompute)
         normed: Tensor = self.norm(h_ABD)
         return normed
 

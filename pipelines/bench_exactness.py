@@ -120,6 +120,7 @@ class TinyStep:
         features = torch.cat([self.features[:0], *(self.features[start:stop] for start, stop in rows)])
         at = self.layout.positions[own, None] + torch.arange(self.layout.block_size)
         anchors = self.anchor_ids[own]
+        self.drafter.recompute = again
         hidden = self.drafter(
             Features(features, CHUNK) if again else self.drafter.fuse(features),
             positions,

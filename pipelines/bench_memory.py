@@ -44,7 +44,7 @@ class MemoryCase:
         precision: compute dtype; features are stored in bfloat16 under bf16, else in float32.
         narrow_features: they are stored in bfloat16 in any case.
         retain: received shards that a ring keeps.
-        recompute: context rows are made again in the backward pass.
+        recompute_context, recompute_blocks: they are made again in the backward pass.
     """
 
     name: str
@@ -58,7 +58,8 @@ class MemoryCase:
     precision: Literal["fp32", "bf16"] = "fp32"
     narrow_features: bool = False
     retain: int | None = None
-    recompute: bool = False
+    recompute_context: bool = False
+    recompute_blocks: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -74,6 +75,8 @@ CASES = (
     MemoryCase("full layers, long context", "ff", 8192, 32),
     MemoryCase("mixed layers", "ssf", 4096, 96),
     MemoryCase("version 1", "sss", 1024, 128, version=1),
+    MemoryCase("blocks made again", "ssss", 1024, 512, recompute_blocks=True),
+    MemoryCase("blocks made again, bf16", "ssss", 1024, 512, precision="bf16", recompute_blocks=True),
     MemoryCase("wide, large vocabulary", "ss", 512, 64, hidden=256, vocabulary=16384),
     MemoryCase("bf16 autocast", "sss", 1024, 128, precision="bf16"),
     MemoryCase("sliding layers, 2 ranks", "sss", 2048, 128, ranks=2),
@@ -81,9 +84,15 @@ CASES = (
     MemoryCase("full layers, 3 ranks, ring of two shards", "fff", 4096, 256, ranks=3, retain=1),
     MemoryCase("mixed layers, 2 ranks", "sfs", 4096, 128, ranks=2),
     MemoryCase("bf16 features, fp32 products", "ff", 16384, 32, narrow_features=True),
-    MemoryCase("context made again", "ff", 32768, 32, narrow_features=True, recompute=True),
+    MemoryCase("context made again", "ff", 32768, 32, narrow_features=True, recompute_context=True),
     MemoryCase(
-        "context made again, bf16, 2 ranks", "fs", 32768, 32, ranks=2, precision="bf16", recompute=True
+        "context made again, bf16, 2 ranks",
+        "fs",
+        32768,
+        32,
+        ranks=2,
+        precision="bf16",
+        recompute_context=True,
     ),
 )
 
@@ -151,7 +160,8 @@ def _estimate(case: MemoryCase) -> tuple[tuple[str, ...], float]:
         feature_bytes=case.feature_dtype.itemsize,
         tensor_cores=False,
         retain=case.retain,
-        recompute_context=case.recompute,
+        recompute_context=case.recompute_context,
+        recompute_blocks=case.recompute_blocks,
     )
     share = replica_share(
         shape,
@@ -199,6 +209,7 @@ def _measure(case: MemoryCase) -> int:
     torch.manual_seed(0)
     config, shape = _config(case), drafter_shape(_config(case))
     drafter = Drafter(config)
+    drafter.recompute = case.recompute_blocks
     narrow = case.precision == "bf16"
     dtype = torch.bfloat16 if narrow else torch.float32
     tables = [torch.randn(case.vocabulary, case.hidden).mul_(0.02).to(dtype) for _ in range(2)]
@@ -225,7 +236,7 @@ def _measure(case: MemoryCase) -> int:
         autocast = torch.autocast("cpu", torch.bfloat16) if narrow else contextlib.nullcontext()
         with autocast:
             hidden = drafter(
-                Features(features) if case.recompute else drafter.fuse(features),
+                Features(features) if case.recompute_context else drafter.fuse(features),
                 plan.row_positions,
                 embed_blocks(head, config, ids),
                 positions,

@@ -1,4 +1,4 @@
-"""Context rows fused and projected in chunks, twice: same results as at once, in less memory."""
+"""What is made again in the backward pass: the same results, in less memory."""
 
 import pytest
 import torch
@@ -125,3 +125,39 @@ def test_narrow_features_are_never_widened_as_a_whole():
     wide = tiny_drafter(config)
     wide.fuse(features.float()).sum().backward()
     assert torch.allclose(drafter.fc.weight.grad, wide.fc.weight.grad, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_blocks_made_again_give_the_same_gradients(version, autocast):
+    """Bit for bit: the second pass repeats the first on the same numbers."""
+    config = tiny_config(version, layer_types=MIXED)
+    drafter = tiny_drafter(config)
+    plan = plan_step(layout(config.block_size), config.layer_masks, Grid.single())
+    features = torch.randn(LENGTH, config.feature_width)
+    hidden, gradients = hidden_and_gradients(drafter, plan, features, at_once, autocast)
+    drafter.recompute = True
+    found, again = hidden_and_gradients(drafter, plan, features, at_once, autocast)
+    assert torch.equal(found, hidden)
+    assert again.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(again[name], gradient), name
+
+
+def test_blocks_made_again_are_not_kept():
+    config = tiny_config(2, num_layers=6)
+    drafter = tiny_drafter(config)
+    anchors = torch.arange(1, 2001)
+    plan = plan_step(
+        BlockLayout(anchors, torch.zeros_like(anchors), 2010, config.block_size),
+        config.layer_masks,
+        Grid.single(),
+    )
+    features = torch.randn(2010, config.feature_width)
+    peaks = []
+    for recompute in (False, True):
+        drafter.recompute = recompute
+        with PeakTracker() as tracker:
+            hidden_and_gradients(drafter, plan, features, at_once)
+        peaks.append(tracker.peak_bytes)
+    assert peaks[1] < 0.65 * peaks[0]
