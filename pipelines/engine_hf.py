@@ -1,10 +1,9 @@
 """The transformers backend: forward hooks on the tapped layers, in this process.
 
 A hook sees the raw output of a layer, so taps mean the same as in the vLLM backend; the last hidden state is
-the input of the final norm. Prompts of similar length
-share a right-padded batch: with causal attention no row of a sequence sees the padding behind it. A prompt
-longer than a chunk is run alone, chunk by chunk over a key/value cache, and its rows are made while they are
-being written.
+the input of the final norm. Prompts of similar length share a right-padded batch: with causal attention no
+row of a sequence sees the padding behind it. A prompt longer than a chunk is run alone, chunk by chunk over a
+key/value cache; without an answer its rows are made while they are being written.
 
 Shape legend: N sequences of a batch, T tokens, D hidden, W taps * hidden.
 """
@@ -92,6 +91,10 @@ class HfEngine:
     def results(self) -> Iterator[Captured]:
         while self._jobs:
             batch = self._take_batch()
+            if len(batch) == 1 and batch[0].sampling.max_new_tokens:
+                output, pieces = self._generate_alone(batch[0])
+                yield Captured(batch[0].key, output, batch[0].rows_made(output), pieces=iter(pieces))
+                continue
             outputs = self._generate(batch)
             sequences = [job.token_ids + output for job, output in zip(batch, outputs, strict=True)]
             # The last generated token was never an input: it has no row, as in the vLLM backend.
@@ -136,6 +139,40 @@ class HfEngine:
             )
             yield self._taken(0, start, start + piece.shape[1], wanted)
             self._states = {}
+
+    @torch.inference_mode()
+    def _generate_alone(self, job: Job) -> tuple[list[int], list[dict[str, Tensor]]]:
+        """Answer of one job and its wanted rows, in one pass over a key/value cache.
+
+        A long prompt is read once, chunk by chunk; its rows wait in memory until the answer is complete.
+        """
+        from transformers import DynamicCache
+
+        generator = torch.Generator(self._device).manual_seed(job.seed)
+        cache = DynamicCache(config=self._model.config)
+        output: list[int] = []
+        rows: list[dict[str, Tensor]] = []
+        pending, position = torch.tensor([job.token_ids], device=self._device), 0
+        while True:
+            for piece in pending.split(self._step, dim=1):
+                end = position + piece.shape[1]
+                logits_V = self._model(
+                    input_ids=piece,
+                    position_ids=torch.arange(position, end, device=self._device)[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                ).logits[0, -1]
+                rows.append(self._taken(0, position, end, job.rows))
+                self._states, position = {}, end
+            if job.sampling.temperature > 0:
+                weights_V = (logits_V.float() / job.sampling.temperature).softmax(-1)
+                output.append(int(torch.multinomial(weights_V, 1, generator=generator)))
+            else:
+                output.append(int(logits_V.argmax()))
+            if output[-1] in self._eos or len(output) == job.sampling.max_new_tokens:
+                return output, rows
+            pending = torch.tensor([output[-1:]], device=self._device)
 
     @torch.inference_mode()
     def _padded(self, sequences: list[list[int]], wanted: list[dict[str, RowSet]]) -> list[dict[str, Tensor]]:

@@ -103,6 +103,28 @@ def test_batch_equals_one_by_one(target: Path) -> None:  # B4
         assert torch.allclose(found[0][job.key], found[1][job.key], rtol=1e-4, atol=1e-4)
 
 
+def test_answer_of_a_prompt_alone_equals_that_in_a_batch(target: Path) -> None:
+    rng = random.Random(1)
+    jobs = [
+        Job(str(n), [rng.randrange(256) for _ in range(length)], Sampling(6), everything(length + 6))
+        for n, length in enumerate((9, 30, 21))
+    ]
+    found = []
+    for step in (4096, 7):  # 7: every prompt is read alone, in chunks, and answered on the same cache
+        engine = HfEngine(target, TAPS, dtype="float32", step_tokens=step)
+        engine.start()
+        for job in jobs:
+            engine.submit(job)
+        formats = row_formats("float32", len(TAPS), HIDDEN, last_hidden=False)
+        found.append({c.key: (c.output_ids, c.read(formats)["features"]) for c in engine.results()})
+        engine.stop()
+    for job in jobs:
+        (ids, rows), (alone_ids, alone_rows) = found[0][job.key], found[1][job.key]
+        assert alone_ids == ids
+        assert len(alone_rows) == len(job.token_ids) + len(ids) - 1
+        assert torch.allclose(alone_rows, rows, rtol=1e-4, atol=1e-4)
+
+
 def test_regeneration_stores_what_the_target_wrote(target: Path, tmp_path: Path) -> None:
     data = lines(tmp_path / "d.jsonl", {"prompt": "say"}, {"turns": ["first", "second"]})
     result = run_capture(options(target, tmp_path / "s", data, regenerate=True, max_new_tokens=6))
