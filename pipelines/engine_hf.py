@@ -92,8 +92,8 @@ class HfEngine:
         while self._jobs:
             batch = self._take_batch()
             if len(batch) == 1 and batch[0].sampling.max_new_tokens:
-                output, pieces = self._generate_alone(batch[0])
-                yield Captured(batch[0].key, output, batch[0].rows_made(output), pieces=iter(pieces))
+                output, alone = self._generate_alone(batch[0])
+                yield Captured(batch[0].key, output, batch[0].rows_made(output), pieces=iter(alone))
                 continue
             outputs = self._generate(batch)
             sequences = [job.token_ids + output for job, output in zip(batch, outputs, strict=True)]
