@@ -25,6 +25,10 @@ ROW_TILE, VOCABULARY_TILE = 512, 2048  # of a tile of logits (the objective's de
 ATTENTION_PRODUCTS, MLP_PRODUCTS = 3, 2  # that read the normed rows: q, k, v; gate, up
 CONTEXT_CHUNK = 4096  # context rows that are widened, or made again, at a time (the drafter's default)
 
+Recompute = Literal[
+    "none", "context", "blocks", "all"
+]  # what a backward pass makes again instead of keeping it
+
 
 @dataclass(frozen=True)
 class StepSettings:

@@ -27,6 +27,13 @@ class PlanError(ValueError):
     """No number of context ranks fits."""
 
 
+def _made_again(settings: StepSettings) -> list[str]:
+    """Parts of a step whose forward products the backward pass repeats."""
+    context = ["fuse", "context_kv"] if settings.recompute_context else []
+    blocks = ["block_projections", "mlp", "convolution"] if settings.recompute_blocks else []
+    return context + blocks
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One P.
@@ -215,7 +222,9 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
     )
     attention_rate = device.matmul_flops * device.attention_efficiency
     attention = flops.pop("attention").total / attention_rate
-    products = sum(part.total for part in flops.values()) / (device.matmul_flops * device.matmul_efficiency)
+    again = sum(flops[name].forward for name in _made_again(settings))
+    rate = device.matmul_flops * device.matmul_efficiency
+    products = (again + sum(part.total for part in flops.values())) / rate
     kept = shape.layers * share.blocks * shape.block_size * block_row_bytes(shape, settings)
     exposed = 0.0
     for layer in share.layers:

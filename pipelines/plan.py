@@ -16,7 +16,7 @@ from rich.table import Table
 from csbp.choice import Placement
 from csbp.cost import AnchorRule, DrafterShape, Workload
 from csbp.device import PRESETS, DeviceConstants, device_constants
-from csbp.footprint import StepSettings
+from csbp.footprint import Recompute, StepSettings
 from csbp.planner import GIB, HEADROOM, Candidate, Plan, PlanError, Question, choose_context_ranks, make_plan
 from csbp.routes import Transport
 from drafter.config import FULL, SLIDING, DrafterConfig
@@ -46,9 +46,10 @@ class PlanOptions(BaseModel):
     anchors: int = Field(512, ge=1, description="Blocks drawn from one sequence.")
     anchor_rule: AnchorRule = Field(
         "uniform",
-        description="`uniform` draws anchors anywhere, as training does; `locality` in one neighbourhood, as "
-        "published throughput figures did.",
+        description="`uniform` draws anchors anywhere; `locality` in neighbourhoods, as published throughput "
+        "figures did (in one).",
     )
+    neighbourhoods: int = Field(1, ge=1, description="Of a sequence, under the locality rule.")
     sequences: int = Field(1, ge=1, description="Sequences that one replica takes at once.")
     block_size: int | None = Field(None, ge=2, description="Rows of a block; by default the drafter's.")
     layers: int | None = Field(None, ge=1, description="Draft layers; by default the drafter's.")
@@ -77,6 +78,9 @@ class PlanOptions(BaseModel):
     )
     retain: int | None = Field(
         None, ge=1, description="Received shards that a ring keeps, as `parallel.retain`; by default all."
+    )
+    recompute: Recompute = Field(
+        "none", description="What the backward pass makes again, as `parallel.recompute` of a run."
     )
     headroom: float = Field(HEADROOM, ge=0, lt=1, description="Share of the memory that stays free.")
 
@@ -120,7 +124,13 @@ def run_plan(options: PlanOptions) -> PlanReport:
         device = device.with_memory(options.gpu_memory * GIB)
     question = Question(
         shape=shape,
-        work=Workload(options.context, options.anchors, options.sequences, options.anchor_rule),
+        work=Workload(
+            options.context,
+            options.anchors,
+            options.sequences,
+            options.anchor_rule,
+            options.neighbourhoods if options.anchor_rule == "locality" else 1,
+        ),
         settings=StepSettings(
             compute_bytes=BYTES[options.precision],
             feature_bytes=BYTES[options.feature_dtype],
@@ -129,6 +139,8 @@ def run_plan(options: PlanOptions) -> PlanReport:
             selector_fraction=options.selector_fraction,
             accumulate=options.accumulate,
             retain=options.retain,
+            recompute_context=options.recompute in ("context", "all"),
+            recompute_blocks=options.recompute in ("blocks", "all"),
             placement=options.placement,
             transports=(options.transport,),
         ),
@@ -341,9 +353,11 @@ def _time_table(plan: Plan) -> Table:
 def _notes(report: PlanReport) -> list[str]:
     chosen = report.plan.chosen
     alone = report.plan.candidates[-1]
+    recompute = report.options.recompute
+    again = "" if recompute == "none" else f" --parallel.recompute {recompute}"
     notes = [
         f"Chosen: P = {chosen.context_ranks}, {chosen.replicas} replica(s); train with "
-        f"--parallel.context_ranks {chosen.context_ranks} --parallel.zero {report.options.zero}.",
+        f"--parallel.context_ranks {chosen.context_ranks} --parallel.zero {report.options.zero}{again}.",
         f"Device: {report.question.device.source}.",
         "Times and memory are estimates from closed forms; docs/planning.md has the formulas.",
     ]

@@ -129,6 +129,20 @@ def test_few_blocks_over_a_long_context_send_queries():
     assert share.ranks[0].layers[0].forward_bytes == rows * (512 * 2 + (512 + 2 * 8) * 4)
 
 
+@pytest.mark.parametrize(
+    ("setting", "smaller"),
+    [("recompute_context", "context keys and values"), ("recompute_blocks", "block activations")],
+)
+def test_making_rows_again_trades_time_for_memory(setting, smaller):
+    """A long full layer holds context rows; many blocks hold activations."""
+    sizes = {"context": 262_144, "anchors": 4096, "world": 2, "memory": 500 * GIB}
+    kept = make_plan(question(FULL, FULL, **sizes)).candidates[0]
+    again = make_plan(question(FULL, FULL, **sizes, **{setting: True})).candidates[0]
+    assert again.peak_bytes < 0.95 * kept.peak_bytes
+    assert again.peak.get(smaller, 0) < kept.peak[smaller]
+    assert again.time["matrix products"] > 1.02 * kept.time["matrix products"]
+
+
 def test_memory_of_context_rows_is_linear_in_context_over_ranks():
     """Full attention: parts that hold context rows depend on L / P alone if the ring keeps one shard."""
     settings = StepSettings(retain=1)
