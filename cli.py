@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from pipelines.command_line import with_flags
 
@@ -28,6 +29,23 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine and this project on it.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+class _DemoUnlessNamed(typer.core.TyperGroup):
+    """`prompts DIR` is `prompts demo DIR`."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        if arguments and arguments[0] not in (*self.commands, "--help"):
+            arguments = ["demo", *arguments]
+        return super().parse_args(context, arguments)
+
+
+prompts = typer.Typer(
+    cls=_DemoUnlessNamed,
+    help="Write prompts: the demo's, or long ones.\n\nExample: python cli.py prompts runs/prompts",
+    no_args_is_help=True,
+)
+app.add_typer(prompts, name="prompts")
 
 
 def _load(path: str) -> Any:
@@ -153,8 +171,8 @@ def target(
     _show({"target": str(path)}, None, json_file)
 
 
-@app.command()
-def prompts(
+@prompts.command("demo")
+def demo_prompts(
     out: Annotated[Path, typer.Argument(help="Folder for train.jsonl and heldout.jsonl.")],
     seed: Annotated[int, typer.Option(help="Of the order.")] = 0,
 ) -> None:
@@ -164,6 +182,16 @@ def prompts(
     """
     counts = _load("pipelines.demo_prompts:write_demo_prompts")(out, seed)
     typer.echo(", ".join(f"{count} {split} prompts" for split, count in counts.items()) + f" in {out}")
+
+
+@_job("eval.long_prompts:LongPromptOptions", group=prompts, name="long")
+def long_prompts(options: Any, json_file: JsonFile = None) -> None:
+    """Write prompts of given lengths in the target's tokens, from real text.
+
+    Example: python cli.py prompts long --target runs/target --data stdlib --contexts 2k,7k --out long.jsonl
+    """
+    result = _load("eval.long_prompts:write_long_prompts")(options)
+    _show(result, "eval.long_prompts:render_long_prompts", json_file)
 
 
 @app.command()
@@ -316,7 +344,7 @@ def main() -> None:
         if type(error).__module__.split(".")[0] not in HOUSE:
             raise
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        wrong_use = type(error).__name__ in ("UsageError", "RunFileError", "InspectError")
+        wrong_use = type(error).__name__ in ("UsageError", "RunFileError", "InspectError", "ComparisonError")
         sys.exit(2 if wrong_use else 1)
 
 

@@ -13,27 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.contexts import EDGES, bucket_names, bucket_of
 from eval.decode import Step
 
 Array = NDArray[np.float64]
-
-#: Upper ends (exclusive, in tokens) and names of the context buckets.
-BUCKETS: tuple[tuple[int, str], ...] = (
-    (2_048, "0-2K"),
-    (8_192, "2-8K"),
-    (32_768, "8-32K"),
-    (131_072, "32-128K"),
-    (524_288, "128-512K"),
-    (1_048_577, "512K-1M"),
-)
-
-
-def bucket_of(context: int) -> str:
-    """The name of the bucket that holds a context length."""
-    for end, name in BUCKETS:
-        if context < end:
-            return name
-    return "over 1M"
 
 
 @dataclass(frozen=True)
@@ -79,10 +62,20 @@ def acceptance_length(prompts: Sequence[Sequence[Step]]) -> Ratio:
     )
 
 
-def mean_of_prompt_means(prompts: Sequence[Sequence[Step]]) -> float:
+def mean_of_prompt_means(prompts: Sequence[Sequence[Step]]) -> Ratio:
     """The mean of each prompt's own τ, which weighs a short response like a long one."""
-    means = [sum(s.emitted for s in steps) / len(steps) for steps in prompts if steps]
-    return float(np.mean(means)) if means else float("nan")
+    return ratio(
+        ((sum(s.emitted for s in steps) / len(steps), 1) if steps else (0, 0) for steps in prompts),
+        "sum of each prompt's own acceptance length / prompts",
+    )
+
+
+def accepted_share(prompts: Sequence[Sequence[Step]]) -> Ratio:
+    """Accepted draft tokens / drafted tokens, what engines call the draft acceptance rate."""
+    return ratio(
+        ((sum(s.accepted for s in steps), sum(s.drafted for s in steps)) for steps in prompts),
+        "accepted draft tokens / drafted tokens",
+    )
 
 
 def acceptance_at(prompts: Sequence[Sequence[Step]], position: int) -> Ratio:
@@ -115,52 +108,57 @@ def deepest_draft(prompts: Sequence[Sequence[Step]]) -> int:
     return max((s.drafted for steps in prompts for s in steps), default=0)
 
 
-def seconds_per_token(prompts: Sequence[Sequence[Step]]) -> Ratio:
-    """Decode seconds / emitted tokens."""
-    return ratio(
-        ((sum(s.seconds for s in steps), sum(s.emitted for s in steps)) for steps in prompts),
-        "decode seconds / emitted tokens",
-    )
-
-
 @dataclass(frozen=True)
-class BreakEven:
-    """τ at which a drafter costs what it saves, at one context bucket.
+class Quotient:
+    """One pooled ratio divided by another of the same prompts in the same order."""
 
-    Attributes:
-        step_seconds: draft and verify seconds / verify steps.
-        plain_seconds: plain decode seconds / plain tokens.
-    """
-
-    step_seconds: Ratio
-    plain_seconds: Ratio
+    first: Ratio
+    second: Ratio
 
     @property
     def value(self) -> float:
-        """(draft + verify seconds per step) / (seconds per plain token)."""
-        return self.step_seconds.value / self.plain_seconds.value
+        """The quotient; NaN when there is nothing to divide by."""
+        divisor = self.second.value
+        return self.first.value / divisor if divisor > 0 else float("nan")
+
+    @property
+    def formula(self) -> str:
+        return f"({self.first.formula}) / ({self.second.formula})"
 
 
-def break_even(speculative: Sequence[Sequence[Step]], plain: Sequence[Sequence[Step]]) -> BreakEven:
-    """Break-even τ from the steps of both loops on the same prompts, in the same order."""
-    return BreakEven(
-        ratio(
-            ((sum(s.draft_seconds + s.verify_seconds for s in steps), len(steps)) for steps in speculative),
-            "draft and verify seconds / verify steps",
-        ),
-        ratio(
-            ((sum(s.seconds for s in steps), sum(s.emitted for s in steps)) for steps in plain),
-            "plain decode seconds / plain tokens",
-        ),
+def seconds_per_token(prompts: Sequence[Sequence[Step]], what: str) -> Ratio:
+    """Decode seconds / emitted tokens of the loop that `what` names."""
+    return ratio(
+        ((sum(s.seconds for s in steps), sum(s.emitted for s in steps)) for steps in prompts),
+        f"{what} decode seconds / {what} tokens",
     )
 
 
-def in_bucket(prompts: Sequence[Sequence[Step]], bucket: str) -> list[list[Step]]:
+def break_even(speculative: Sequence[Sequence[Step]], plain: Sequence[Sequence[Step]]) -> Quotient:
+    """τ at which a drafter costs what it saves: draft + verify seconds per step / seconds per plain token.
+
+    Both loops' steps are of the same prompts, in the same order.
+    """
+    step_seconds = ratio(
+        ((sum(s.draft_seconds + s.verify_seconds for s in steps), len(steps)) for steps in speculative),
+        "draft and verify seconds / verify steps",
+    )
+    return Quotient(step_seconds, seconds_per_token(plain, "plain"))
+
+
+def speed_up_of_steps(speculative: Sequence[Sequence[Step]], plain: Sequence[Sequence[Step]]) -> Quotient:
+    """Seconds per plain token / seconds per speculative token, for steps that are a part of responses."""
+    return Quotient(seconds_per_token(plain, "plain"), seconds_per_token(speculative, "speculative"))
+
+
+def in_bucket(
+    prompts: Sequence[Sequence[Step]], bucket: str, edges: Sequence[int] = EDGES
+) -> list[list[Step]]:
     """Each prompt's steps of one context bucket, prompts kept in place."""
-    return [[s for s in steps if bucket_of(s.context) == bucket] for steps in prompts]
+    return [[s for s in steps if bucket_of(s.context, edges) == bucket] for steps in prompts]
 
 
-def buckets_present(prompts: Sequence[Sequence[Step]]) -> list[str]:
+def buckets_present(prompts: Sequence[Sequence[Step]], edges: Sequence[int] = EDGES) -> list[str]:
     """Names of the buckets that hold a step, shortest context first."""
-    present = {bucket_of(s.context) for steps in prompts for s in steps}
-    return [name for name in [*(name for _, name in BUCKETS), "over 1M"] if name in present]
+    present = {bucket_of(s.context, edges) for steps in prompts for s in steps}
+    return [name for name in bucket_names(edges) if name in present]

@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,82 +24,26 @@ from rich.progress import (
 )
 
 from drafter.checkpoint import load_drafter
-from eval.block_drafter import BlockDrafter, read_config, without_dflash2
+from eval.block_drafter import BlockDrafter, without_dflash2
+from eval.contexts import EDGES, parse_contexts
 from eval.decode import Drafter, Limits
 from eval.errors import EvalError
 from eval.lookup import LookupDrafter
 from eval.measure import TIE_BOUNDS, Bench, measure
+from eval.options import EvalOptions, blocks_of, named
 from eval.prepack import can_prepack, prepack_linears
 from eval.prompts import Prompt, load_prompts
+from eval.provenance import draft_caches, machine, settings_of
 from eval.report import build_report, read_report, write_report
 from eval.responses import PLAIN, Response, ResponseFile, failed
 from eval.sampling import Sampling
 from eval.target import Target
-from pipelines.target import config_fingerprint, load_tokenizer, resolve_target, tokenizer_fingerprint
+from pipelines.target import load_tokenizer, resolve_target
 
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 10.0
 _WARM_UP_TOKENS = 8
-_DEFAULT_BLOCK = 8
-
-
-class EvalOptions(BaseModel):
-    """What to evaluate and how."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    target: str = Field(description="Target checkpoint directory or hub id")
-    drafter: list[str] = Field(
-        default=[], description="Drafter directories, each optionally as NAME=DIRECTORY"
-    )
-    data: list[str] = Field(
-        default=["builtin"],
-        description="builtin, humaneval, stdlib, hub:ID[@split] or JSONL files, each optionally as NAME=FILE",
-    )
-    limit: int | None = Field(
-        default=None, ge=1, description="Prompts per data set, spread over its categories"
-    )
-    max_new_tokens: int = Field(default=256, ge=2, description="Longest response, in tokens")
-    temperature: float = Field(default=0.0, ge=0.0, description="0 decodes greedily")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Of the target; drafters never apply it")
-    top_k: int = Field(default=0, ge=0, description="Of the target; 0 keeps all tokens")
-    block: int | None = Field(
-        default=None,
-        ge=2,
-        description="Rows of a block, anchor included; default: as each drafter was trained",
-    )
-    baseline: list[Literal["lookup", "v1", "none"]] = Field(
-        default=["lookup"],
-        description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector; none: "
-        "only plain decoding and the drafters",
-    )
-    repeats: int = Field(default=1, ge=1, description="Timed runs of every method on every prompt")
-    seed: int = Field(default=0, description="Of prompt choice, sampling and resampling")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of all weights")
-    device: str = Field(default="auto", description="auto, cpu or cuda")
-    attention: str = Field(default="folded", description="folded, or an attn_implementation of transformers")
-    prepack: bool = Field(
-        default=True, description="Keep packed copies of the weights for few-row steps on a CPU"
-    )
-    template_args: dict[str, Any] = Field(default={}, description="Arguments of the target's chat template")
-    stop: bool = Field(default=True, description="End responses at the target's stop tokens")
-    out: Path = Field(default=Path("runs/eval"), description="Folder of responses, report and plots")
-
-    @field_validator("baseline")
-    @classmethod
-    def _none_stands_alone(cls, baseline: list[str]) -> list[str]:
-        if "none" in baseline and len(baseline) > 1:
-            raise ValueError(
-                f"`none` beside other baselines ({', '.join(baseline)}): give `none` or the others"
-            )
-        return [name for name in baseline if name != "none"]
-
-    def torch_device(self) -> torch.device:
-        """The device that `device` names."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
 
 
 def run_eval(options: EvalOptions) -> dict[str, Any]:
@@ -120,8 +63,9 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
         p for source in options.data for p in load_prompts(source, limit=options.limit, seed=options.seed)
     ]
     prompts = list({prompt.key: prompt for prompt in loaded}.values())
-    asked = hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
-    settings = _settings(options, checkpoint)
+    edges = EDGES if options.contexts is None else parse_contexts(options.contexts)
+    asked = hashlib.sha256(f"{edges} {[prompt.key for prompt in prompts]}".encode()).hexdigest()[:16]
+    settings = settings_of(options, checkpoint)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -153,48 +97,22 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
         seed=options.seed,
         greedy=options.temperature <= 0,
         tie_bound=TIE_BOUNDS[getattr(torch, options.dtype)],
+        edges=edges,
     )
+    for name, cache in draft_caches(options, checkpoint).items():
+        report["methods"][name]["draft_cache"] = cache
     report["settings"] = {"hash": digest, **settings}
     report["run"] = {
         "command": sys.argv,
         "out": str(options.out),
         "asked": asked,
+        "drafters": {name: str(folder) for name, folder in map(named, options.drafter)},
         "started": started,
         "seconds": time.time() - started,
-        **_machine(options),
+        **machine(options),
     }
     write_report(report, options.out)
     return report
-
-
-def _blocks(options: EvalOptions) -> dict[str, int]:
-    """Every speculative method, in the order to show them, and the rows of its block.
-
-    Raises:
-        EvalError: no method, or two of one name.
-    """
-    blocks: list[tuple[str, int]] = []
-    if "lookup" in options.baseline:
-        blocks.append(("lookup", options.block or _DEFAULT_BLOCK))
-    for given in options.drafter:
-        name, folder = _named(given)
-        config = read_config(folder)
-        block = options.block or config.block_size
-        blocks.append((name, block))
-        if "v1" in options.baseline and config.version == 2:
-            blocks.append((f"{name} as v1", block))
-    names = [PLAIN, *(name for name, _ in blocks)]
-    if len(names) == 1:
-        raise EvalError("nothing to compare with plain decoding: give a drafter or the baseline `lookup`")
-    if len(set(names)) < len(names):
-        raise EvalError(f"two methods share a name among {', '.join(names)}; give drafters as NAME=DIRECTORY")
-    return dict(blocks)
-
-
-def _named(given: str) -> tuple[str, Path]:
-    """Split NAME=DIRECTORY; a directory alone is named by its last part."""
-    name, _, place = given.rpartition("=")
-    return name or Path(place).name, Path(place)
 
 
 def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
@@ -204,12 +122,12 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         checkpoint, dtype=dtype, device=device, attention=options.attention, prepack=options.prepack
     )
     head = target.frozen_head
-    blocks = _blocks(options)
+    blocks = blocks_of(options)
     drafters: list[Drafter] = []
     if "lookup" in options.baseline:
         drafters.append(LookupDrafter(blocks["lookup"]))
     for given in options.drafter:
-        name, folder = _named(given)
+        name, folder = named(given)
         model = load_drafter(folder, dtype).to(device)
         models = [(name, model)]
         if "v1" in options.baseline and model.config.version == 2:
@@ -229,39 +147,6 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         repeats=options.repeats,
         tie_bound=TIE_BOUNDS[dtype],
     )
-
-
-def _settings(options: EvalOptions, checkpoint: Path) -> dict[str, Any]:
-    """Everything that a response depends on; not which prompts are asked nor where results go."""
-    kept = options.model_dump(mode="json", exclude={"data", "limit", "out", "target", "drafter", "device"})
-    blocks = _blocks(options)
-    return {
-        **kept,
-        "target": {
-            "name": options.target,
-            "config": config_fingerprint(checkpoint),
-            "tokenizer": tokenizer_fingerprint(checkpoint),
-            "weights": _weights_hash(checkpoint),
-        },
-        "drafters": {given: _weights_hash(_named(given)[1]) for given in options.drafter},
-        "methods": {name: {"block": block} for name, block in blocks.items()},
-        "device": options.torch_device().type,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _weights_hash(directory: Path) -> str:
-    """Hash of both configs, and of names, sizes and end megabytes of the weights: cheap at any size."""
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    generation = directory / "generation_config.json"  # names the stop tokens
-    digest.update(generation.read_bytes() if generation.is_file() else b"")
-    for path in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            file.seek(max(0, path.stat().st_size - (1 << 20)))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def _warm_up(bench: Bench, prompt: Prompt) -> None:
@@ -309,29 +194,3 @@ def _progress(total: int) -> Iterator[Any]:
             log.info("%d of %d prompts (%s), about %.0f s left", count, total, label, left)
 
     yield advance
-
-
-def _machine(options: EvalOptions) -> dict[str, Any]:
-    import platform
-    from importlib.metadata import version
-
-    device = options.torch_device()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return {
-        "hardware": {"device": device.type, "name": name, "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "transformers", "numpy")},
-        },
-    }
-
-
-def _cpu_name() -> str:
-    import platform
-
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

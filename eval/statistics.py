@@ -6,23 +6,23 @@ product, counts [resamples, n] x sums [n, columns].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.metrics import BreakEven, Ratio
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from eval.metrics import Quotient, Ratio
 
 Array = NDArray[np.float64]
 
 RESAMPLES = 10_000
 FEW_PROMPTS = 5
+#: From here on a 95 % interval holds the truth about 92 times in 100 (tests/eval/test_statistics.py).
+ENOUGH_PROMPTS = 20
 _EXACT_UP_TO = 13  # 2**13 label swaps are fewer than the resamples
 _CHUNK_VALUES = 4_000_000
 
@@ -42,16 +42,21 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; undefined numbers become None."""
-        return _finite(self)
+        return finite(asdict(self))
 
 
-def _finite(figure: DataclassInstance) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in asdict(figure).items()}
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with None in place of numbers that JSON has no word for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def few_prompts_warning(n: int) -> str | None:
     """What to say about a figure that rests on too few prompts."""
-    return f"only {n} prompts: one prompt can move this figure by half" if n < FEW_PROMPTS else None
+    if n < FEW_PROMPTS:
+        return f"only {n} prompts: one prompt can move this figure by half"
+    if n < ENOUGH_PROMPTS:
+        return f"{n} prompts, fewer than {ENOUGH_PROMPTS}: the interval is narrower than the doubt"
+    return None
 
 
 def resampled_sums(values_NM: Array, *, seed: int, resamples: int = RESAMPLES) -> Array:
@@ -81,6 +86,11 @@ def interval(samples: Array) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _interval_of_prompts(samples: Array, n: int) -> tuple[float, float]:
+    """The interval; one prompt has none, its resamples are all the same."""
+    return interval(samples) if n > 1 else (float("nan"), float("nan"))
+
+
 def _quotient(numerator: Array, denominator: Array) -> Array:
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
 
@@ -92,7 +102,7 @@ def estimate(figure: Ratio, *, seed: int, resamples: int = RESAMPLES) -> Estimat
     low = high = float("nan")
     if len(values):
         sums = resampled_sums(values, seed=seed, resamples=resamples)
-        low, high = interval(_quotient(sums[:, 0], sums[:, 1]))
+        low, high = _interval_of_prompts(_quotient(sums[:, 0], sums[:, 1]), len(values))
     return Estimate(
         figure.value,
         low,
@@ -105,42 +115,112 @@ def estimate(figure: Ratio, *, seed: int, resamples: int = RESAMPLES) -> Estimat
     )
 
 
-def estimate_break_even(figure: BreakEven, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
-    """Break-even τ with its interval: both loops' times are resampled by the same prompts."""
-    step, plain = figure.step_seconds, figure.plain_seconds
-    columns = np.stack([step.numerator, step.denominator, plain.numerator, plain.denominator], axis=1)
-    kept = columns[(step.denominator > 0) | (plain.denominator > 0)]
+def estimate_quotient(figure: Quotient, *, seed: int, resamples: int = RESAMPLES) -> Estimate:
+    """A quotient of two pooled ratios with its interval: both are resampled by the same prompts."""
+    first, second = figure.first, figure.second
+    columns = np.stack([first.numerator, first.denominator, second.numerator, second.denominator], axis=1)
+    kept = columns[(first.denominator > 0) | (second.denominator > 0)]
     low = high = float("nan")
     if len(kept):
         sums = resampled_sums(kept, seed=seed, resamples=resamples)
-        low, high = interval(_quotient(_quotient(sums[:, 0], sums[:, 1]), _quotient(sums[:, 2], sums[:, 3])))
-    n = min(step.prompts, plain.prompts)
+        samples = _quotient(_quotient(sums[:, 0], sums[:, 1]), _quotient(sums[:, 2], sums[:, 3]))
+        low, high = _interval_of_prompts(samples, len(kept))
+    n = min(first.prompts, second.prompts)
     return Estimate(
-        figure.value,
-        low,
-        high,
-        n,
-        f"({step.formula}) / ({plain.formula})",
-        step.value,
-        plain.value,
-        few_prompts_warning(n),
+        figure.value, low, high, n, figure.formula, first.value, second.value, few_prompts_warning(n)
     )
+
+
+def predicted_speed_up(tau: float, even: Estimate) -> Estimate:
+    """Speed-up at another acceptance length: τ / break-even, with the interval of break-even."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, low, high = (float(np.float64(tau) / edge) for edge in (even.value, even.high, even.low))
+    return Estimate(value, low, high, even.n, "acceptance length / break-even", tau, even.value, even.warning)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Whether the prompts show an effect.
+
+    Attributes:
+        shown: n is at least `ENOUGH_PROMPTS` and the interval leaves out "no effect".
+        text: what can be said.
+        prompts_needed: about how many prompts would show an effect of the observed size; None where it is
+            shown or where there is no effect to show.
+    """
+
+    shown: bool
+    text: str
+    prompts_needed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def claim(
+    value: float, low: float, high: float, n: int, *, no_effect: float, words: tuple[str, str]
+) -> Claim:
+    """What an interval supports.
+
+    An interval narrows with the square root of n, so an effect d with an interval of half-width h needs about
+    n (h / d)^2 prompts, and never fewer than `ENOUGH_PROMPTS`.
+
+    Args:
+        value: the figure.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        n: prompts that it rests on.
+        no_effect: what it would be without an effect: 1 for a speed-up, 0 for a difference.
+        words: what a figure below and one above `no_effect` mean.
+    """
+    if not math.isfinite(value):
+        return Claim(shown=False, text="not measured")
+    if not math.isfinite(low):
+        return Claim(shown=False, text="too few prompts", prompts_needed=ENOUGH_PROMPTS)
+    if low > no_effect or high < no_effect:
+        word = words[value > no_effect]
+        if n >= ENOUGH_PROMPTS:
+            return Claim(shown=True, text=word)
+        return Claim(shown=False, text=f"{word}? too few prompts", prompts_needed=ENOUGH_PROMPTS)
+    effect, half = abs(value - no_effect), (high - low) / 2
+    needed = max(ENOUGH_PROMPTS, math.ceil(n * (half / effect) ** 2)) if effect > half * 1e-3 else None
+    return Claim(shown=False, text="not shown", prompts_needed=needed)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """First figure minus second on the same prompts; `p_value` is of a two-sided paired permutation test."""
+    """First figure minus second on the same prompts.
+
+    Attributes:
+        difference: of the two pooled ratios.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        p_value: of a two-sided paired permutation test.
+        n: prompts that both figures have.
+        first_higher: prompts on which the first figure is higher; on `second_higher` the second; equal on the
+            rest.
+        warning: what the number of prompts does not allow.
+    """
 
     difference: float
     low: float
     high: float
     p_value: float
     n: int
+    first_higher: int = 0
+    second_higher: int = 0
     warning: str | None = None
+
+    @property
+    def claim(self) -> Claim:
+        """Whether the prompts show that one is higher."""
+        words = ("lower", "higher")
+        return claim(self.difference, self.low, self.high, self.n, no_effect=0.0, words=words)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; undefined numbers become None."""
-        return _finite(self)
+        return finite(asdict(self))
 
 
 def compare(first: Ratio, second: Ratio, *, seed: int, resamples: int = RESAMPLES) -> Comparison:
@@ -156,13 +236,14 @@ def compare(first: Ratio, second: Ratio, *, seed: int, resamples: int = RESAMPLE
     n = len(columns)
     if n == 0:
         nan = float("nan")
-        return Comparison(nan, nan, nan, nan, 0, few_prompts_warning(0))
+        return Comparison(nan, nan, nan, nan, 0, warning=few_prompts_warning(0))
 
     def difference(sums: Array) -> Array:
         return _quotient(sums[:, 0], sums[:, 1]) - _quotient(sums[:, 2], sums[:, 3])
 
     observed = float(difference(columns.sum(axis=0, keepdims=True))[0])
-    low, high = interval(difference(resampled_sums(columns, seed=seed, resamples=resamples)))
+    samples = difference(resampled_sums(columns, seed=seed, resamples=resamples))
+    low, high = _interval_of_prompts(samples, n)
     exact = n <= _EXACT_UP_TO
     if exact:
         swaps = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
@@ -173,7 +254,32 @@ def compare(first: Ratio, second: Ratio, *, seed: int, resamples: int = RESAMPLE
     # Equal up to rounding counts as equal: the unswapped labels must always be counted.
     as_far = int((np.abs(permuted) >= abs(observed) - 1e-9 * (1.0 + abs(observed))).sum())
     p_value = as_far / len(permuted) if exact else (as_far + 1) / (len(permuted) + 1)
-    return Comparison(observed, low, high, p_value, n, few_prompts_warning(n))
+    gaps = _quotient(columns[:, 0], columns[:, 1]) - _quotient(columns[:, 2], columns[:, 3])
+    return Comparison(
+        observed,
+        low,
+        high,
+        p_value,
+        n,
+        int((gaps > 0).sum()),
+        int((gaps < 0).sum()),
+        few_prompts_warning(n),
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for their number (Holm's step-down method): a family of true nulls gives one below 0.05
+    at most five times in a hundred.
+
+    NaN stays NaN and does not count.
+    """
+    order = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    adjusted = [float("nan")] * len(p_values)
+    highest = 0.0
+    for rank, (p, i) in enumerate(order):
+        highest = max(highest, min(1.0, p * (len(order) - rank)))
+        adjusted[i] = highest
+    return adjusted
 
 
 def median_and_quartiles(values: Sequence[float]) -> dict[str, float | int]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.errors import EvalError
-from eval.report_text import figure, lossless_text
+from eval.report_words import figure, lossless_text
 
 STAGES = ("target", "capture", "train", "eval")
 WHY_SLOW = (

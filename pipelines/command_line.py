@@ -112,14 +112,15 @@ def _flag_type(annotation: Any) -> tuple[Any, bool]:
         return _flag_type(choices[0]) if len(choices) == 1 else (str, False)
     if get_origin(annotation) is Annotated:
         return _flag_type(get_args(annotation)[0])
-    if get_origin(annotation) in (list, tuple):
+    fixed = get_origin(annotation) is tuple and Ellipsis not in get_args(annotation)
+    if get_origin(annotation) in (list, tuple) and not fixed:
         item = str if _takes_commas(annotation) else get_args(annotation)[0]
         return (item if item in PLAIN else str), True
     if get_origin(annotation) is dict:
         return str, True
     if get_origin(annotation) is Literal:
         return (annotation if all(isinstance(v, str) for v in get_args(annotation)) else str), False
-    return (annotation if annotation in PLAIN else str), False
+    return (annotation if fixed or annotation in PLAIN else str), False
 
 
 def _holds_numbers(annotation: Any) -> bool:

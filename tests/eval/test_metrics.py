@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from eval.contexts import bucket_of
 from eval.decode import Step
 from eval.metrics import (
     acceptance_at,
     acceptance_length,
     break_even,
-    bucket_of,
     buckets_present,
     conditional_at,
     deepest_draft,
@@ -30,14 +30,14 @@ def test_acceptance_length_pools_steps_whatever_their_grouping():
     regrouped = [[step(3)], [step(2), step(1), step(0)]]
     assert acceptance_length(grouped).value == 2.5
     assert acceptance_length(regrouped).value == 2.5
-    assert mean_of_prompt_means(grouped) == 2.5
-    assert mean_of_prompt_means(regrouped) == (4 + 2) / 2
+    assert mean_of_prompt_means(grouped).value == 2.5
+    assert mean_of_prompt_means(regrouped).value == (4 + 2) / 2
 
 
 def test_short_response_does_not_weigh_like_a_long_one():
     prompts = [[step(3)], [step(0)] * 99]
     assert acceptance_length(prompts).value == pytest.approx(103 / 100)
-    assert mean_of_prompt_means(prompts) == pytest.approx(2.5)
+    assert mean_of_prompt_means(prompts).value == pytest.approx(2.5)
 
 
 def test_cut_step_counts_only_what_was_emitted():
@@ -66,7 +66,7 @@ def test_break_even_is_step_time_over_plain_token_time():
 
 
 def test_bucket_edges():
-    names = [bucket_of(c) for c in (0, 2047, 2048, 8191, 8192, 131_071, 131_072, 1_048_576, 2_000_000)]
+    names = [bucket_of(c) for c in (0, 2047, 2048, 8191, 8192, 131_071, 131_072, 1_048_575, 2_000_000)]
     assert names == ["0-2K", "0-2K", "2-8K", "2-8K", "8-32K", "32-128K", "128-512K", "512K-1M", "over 1M"]
 
 

@@ -47,6 +47,12 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Pictures take most of the time of a report; tests/eval/test_report.py draws them."""
+    monkeypatch.setattr("eval.plots.write_plots", lambda report, out: [])
+
+
 @pytest.fixture
 def options(checkpoint, tmp_path):
     return EvalOptions(
@@ -81,12 +87,9 @@ def test_report_holds_every_method_with_intervals_and_counts(options):
     assert len(report["comparisons"]) == 6
     assert report["settings"]["methods"]["second"] == {"block": 8}
     saved = json.loads((options.out / "report.json").read_text())
-    assert saved["schema_version"] == 1
+    assert saved["schema_version"] == 2
     assert saved["methods"] == report["methods"]
-    text = (options.out / "report.md").read_text()
-    for name in ("acceptance_by_position", "acceptance_by_context", "speed_up", "time_split"):
-        assert (options.out / f"{name}.png").stat().st_size > 5_000
-        assert f"({name}.png)" in text
+    assert {"report.md", "report.html"} <= {path.name for path in options.out.iterdir()}
     assert render_report(report)
 
 
