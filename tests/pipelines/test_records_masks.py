@@ -211,3 +211,11 @@ def test_tool_calls_and_their_results_stay() -> None:  # H3
 def test_text_cannot_be_regenerated() -> None:
     with pytest.raises(RecordError, match="nothing to regenerate"):
         Dialogue(parse_record({"text": "abc"}), renderer())
+
+
+def test_target_without_template_answers_one_prompt_and_refuses_turns() -> None:
+    chat = renderer(None)
+    dialogue = Dialogue(parse_record({"prompt": "def f("}), chat)
+    assert dialogue.next_prompt() == chat.tokenizer("def f(")["input_ids"]
+    with pytest.raises(RecordError, match="conversation of 2 messages has no rendering.*one `prompt`"):
+        Dialogue(parse_record({"turns": ["one", "two"]}), chat)
