@@ -217,5 +217,5 @@ def test_target_without_template_answers_one_prompt_and_refuses_turns() -> None:
     chat = renderer(None)
     dialogue = Dialogue(parse_record({"prompt": "def f("}), chat)
     assert dialogue.next_prompt() == chat.tokenizer("def f(")["input_ids"]
-    with pytest.raises(RecordError, match="conversation of 2 messages has no rendering.*one `prompt`"):
+    with pytest.raises(RecordError, match=r"conversation of 2 messages has no rendering.*one `prompt`"):
         Dialogue(parse_record({"turns": ["one", "two"]}), chat)
