@@ -30,7 +30,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
 from pipelines.rowfile import RowFile, StoreError
-from pipelines.rowformat import FEATURES, LAST, RowFormat, row_formats
+from pipelines.rowformat import FEATURES, LAST, RowFormat, all_finite, row_formats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,7 +178,7 @@ class StreamingRows(KVConnectorBase_V1, SupportsHMA):
         slots = torch.tensor([slot for of in slots_of.values() for slot in of], device=cache.device)
         rows = row_format.cast(cache[slots // self._block_size, :, slots % self._block_size].flatten(1))
         # Judged and packed once for the step; if it is not finite, each request looks for itself.
-        if bool(torch.isfinite(rows).all()):
+        if all_finite(rows):
             rows = row_format.pack(rows)
         rows = rows.to("cpu")
         at = 0

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipelines.rowformat import RowFormat
+from pipelines.rowformat import RowFormat, all_finite
 
 HEADER_BYTES = 1024  # multiple of 64: data stay aligned for memory maps
 _LONGEST_HEADER = 1 << 20
@@ -70,18 +70,14 @@ class RowFile:
         self._segment_start = self.rows
         self._hash = hashlib.sha256()
 
-    def append(self, rows: Tensor, *, finite: bool = False) -> None:
-        """Append [T, width] rows of any float dtype, or packed ones, uint8 [T, row_bytes].
-
-        Args:
-            rows: in any memory.
-            finite: they have been checked; packed rows always have been.
+    def append(self, rows: Tensor) -> None:
+        """Append [T, width] rows of any float dtype, or packed ones (which are finite), uint8 [T, row_bytes].
 
         Raises:
             NonFiniteError: a row is not finite in the stored dtype; the message gives row and column.
             DiskFullError: the file cannot grow.
         """
-        packed = rows if rows.dtype == torch.uint8 else self._packed(rows, finite=finite)
+        packed = rows if rows.dtype == torch.uint8 else self._packed(rows)
         if packed.ndim != 2 or packed.shape[1] != self.row_bytes:
             raise StoreError(f"expected rows of {self.row_bytes} bytes, found shape {tuple(packed.shape)}")
         data = packed.cpu().contiguous().numpy().reshape(-1).data
@@ -92,11 +88,11 @@ class RowFile:
         self._hash.update(data)
         self.rows += packed.shape[0]
 
-    def _packed(self, rows_TW: Tensor, *, finite: bool) -> Tensor:
+    def _packed(self, rows_TW: Tensor) -> Tensor:
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self.format.width:
             raise StoreError(f"expected rows of width {self.format.width}, found {tuple(rows_TW.shape)}")
         rows_TW = self.format.cast(rows_TW)
-        if not finite and not bool(torch.isfinite(rows_TW).all()):
+        if not all_finite(rows_TW):
             row, column = (~torch.isfinite(rows_TW)).nonzero()[0].tolist()
             at = self.rows - self._segment_start + row
             raise NonFiniteError(

@@ -106,6 +106,13 @@ class RowFormat:
         return (rows.unflatten(1, (self.taps, self.hidden)).mul_(scale_TL[..., None])).flatten(1)
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite; two orders of magnitude faster than `isfinite` on a CPU."""
+    if not values.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN carries through
+
+
 def row_formats(dtype: str, taps: int, hidden: int, *, last_hidden: bool) -> dict[str, RowFormat]:
     """Family of rows -> how they are stored.
 

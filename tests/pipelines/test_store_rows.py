@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from pipelines.inspect_store import inspect_store, render_store
-from pipelines.rowformat import RowFormat
+from pipelines.rowformat import RowFormat, all_finite
 from pipelines.store import FeatureStore, StoreError, StoreWriter, TokenSample
 from pipelines.store_counts import store_counts
 from tests.pipelines.test_store import HIDDEN, WIDTH, manifest, rows_of, tokens_of
@@ -174,6 +174,19 @@ def test_version_1_store_means_keep_all_and_can_be_continued(tmp_path: Path) -> 
         writer.add(tokens_of("b", 9), rows_of("b", 9))
     assert FeatureStore.open(path, verify=True).ids == ["a", "b"]
     assert json.loads((path / "manifest.json").read_text())["schema_version"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, value: float) -> None:  # B2
+    for length in (1, 7, 33, 100):
+        values = torch.randn(length, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert all_finite(values)
+        for at in range(length):
+            changed = values.clone()
+            changed[at] = value
+            assert not all_finite(changed)
+    assert all_finite(torch.empty(0, dtype=dtype))
 
 
 # -------------------------------------------------------------------- e4m3
