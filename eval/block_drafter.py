@@ -18,6 +18,7 @@ from drafter.config import DrafterConfig
 from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from drafter.proposal import propose
+from eval.batch_drafter import BatchBlockDrafter
 from eval.errors import EvalError
 from eval.sampling import Draft, Sampling
 
@@ -74,6 +75,12 @@ class BlockDrafter:
             return Draft(proposal.ids[0])
         candidates = None if proposal.candidates is None else proposal.candidates[0]
         return Draft(proposal.ids[0], proposal.probabilities[0], candidates)
+
+    def batched(self, slots: int, sampling: Sampling, generator: torch.Generator | None) -> BatchBlockDrafter:
+        """The same drafter for several sequences at once."""
+        return BatchBlockDrafter(
+            self._model, self._head, block=self.block, slots=slots, sampling=sampling, generator=generator
+        )
 
 
 def read_config(directory: Path) -> DrafterConfig:

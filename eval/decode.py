@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from eval.clock import Clock
 from eval.sampling import Draft, Sampling, accept, pick
 from eval.target import Target
+
+if TYPE_CHECKING:
+    from eval.batch import BatchDrafter
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class Drafter(Protocol):
 
     def draft(self, anchor: Tensor, count: int) -> Draft:
         """Propose at most `count` tokens after `anchor`, int64 [1]."""
+        ...
+
+    def batched(self, slots: int, sampling: Sampling, generator: torch.Generator | None) -> BatchDrafter:
+        """The same drafter for several sequences at once."""
         ...
 
 

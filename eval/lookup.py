@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eval.batch import EachDrafter
 from eval.sampling import Draft, Sampling
 
 
@@ -42,6 +43,15 @@ class LookupDrafter:
             if start is not None:
                 return Draft(anchor.new_tensor(self._ids[start : start + count]))
         return Draft(anchor.new_empty(0))
+
+    def batched(self, slots: int, sampling: Sampling, generator: torch.Generator | None) -> EachDrafter:  # noqa: ARG002 a lookup for every slot
+        """A lookup of its own for every sequence."""
+        longest, shortest = self._lengths[0], self._lengths[-1]
+
+        def make() -> LookupDrafter:
+            return LookupDrafter(self.block, longest=longest, shortest=shortest, name=self.name)
+
+        return EachDrafter(make, sampling, generator)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         # An n-gram is indexed when its next token arrives, so the last words of the text never find

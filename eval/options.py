@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from eval.block_drafter import read_config
 from eval.errors import EvalError
@@ -44,6 +44,16 @@ class EvalOptions(BaseModel):
         default=["lookup"],
         description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector; none: "
         "only plain decoding and the drafters",
+    )
+    backend: Literal["hf", "vllm"] = Field(
+        default="hf", description="hf: this project's own loops; vllm: real engines, one at a time"
+    )
+    concurrency: list[PositiveInt] = Field(
+        default=[1, 4], min_length=1, description="Requests in flight at once in vllm, one figure for each"
+    )
+    engine_args: dict[str, Any] = Field(default={}, description="Further arguments of vllm's EngineArgs")
+    batch_size: int = Field(
+        default=1, ge=1, description="Prompts that the hf backend decodes together; tokens stay the same"
     )
     repeats: int = Field(default=1, ge=1, description="Timed runs of every method on every prompt")
     seed: int = Field(default=0, description="Of prompt choice, sampling and resampling")

@@ -25,8 +25,10 @@ from rich.progress import (
 
 from drafter.checkpoint import load_drafter
 from eval.block_drafter import BlockDrafter, without_dflash2
+from eval.concurrency import engine_figures
 from eval.contexts import EDGES, parse_contexts
 from eval.decode import Drafter, Limits
+from eval.engine_runs import RunFile
 from eval.errors import EvalError
 from eval.lookup import LookupDrafter
 from eval.measure import TIE_BOUNDS, Bench, measure
@@ -38,6 +40,7 @@ from eval.report import build_report, read_report, write_report
 from eval.responses import PLAIN, Response, ResponseFile, failed
 from eval.sampling import Sampling
 from eval.target import Target
+from eval.vllm_run import RUNS, EngineEvaluation
 from pipelines.target import load_tokenizer, resolve_target
 
 log = logging.getLogger(__name__)
@@ -80,9 +83,7 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
         if report is not None and (report["settings"]["hash"], report["run"].get("asked")) == (digest, asked):
             return report
     else:
-        bench = _set_up(options, checkpoint)
-        _warm_up(bench, missing[0][1])
-        for response in _measure_all(bench, missing):
+        for response in _measured(options, checkpoint, missing, digest):
             file.append(response)
             done[response.key] = response
 
@@ -101,6 +102,8 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     )
     for name, cache in draft_caches(options, checkpoint).items():
         report["methods"][name]["draft_cache"] = cache
+    if options.backend == "vllm":
+        report |= engine_figures(RunFile(options.out / RUNS, digest), decoded, options)
     report["settings"] = {"hash": digest, **settings}
     report["run"] = {
         "command": sys.argv,
@@ -113,6 +116,17 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     }
     write_report(report, options.out)
     return report
+
+
+def _measured(
+    options: EvalOptions, checkpoint: Path, missing: Sequence[tuple[int, Prompt]], digest: str
+) -> Iterator[Response]:
+    if options.backend == "vllm":
+        yield from EngineEvaluation(options, checkpoint, digest).run([prompt for _, prompt in missing])
+        return
+    bench = _set_up(options, checkpoint)
+    _warm_up(bench, missing[0][1])
+    yield from _measure_all(bench, missing)
 
 
 def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
@@ -146,6 +160,7 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         seed=options.seed,
         repeats=options.repeats,
         tie_bound=TIE_BOUNDS[dtype],
+        batch_size=options.batch_size,
     )
 
 
@@ -153,7 +168,7 @@ def _warm_up(bench: Bench, prompt: Prompt) -> None:
     """A few untimed tokens of every method, so that the first prompt does not pay for the machine's start."""
     short = Bench(**{**vars(bench), "limits": Limits(_WARM_UP_TOKENS), "repeats": 1})
     try:
-        measure(short, prompt, 0)
+        measure(short, [prompt], 0)
     except Exception:
         # The measured run reports what is wrong with this prompt.
         log.debug("warm-up failed", exc_info=True)
@@ -161,14 +176,17 @@ def _warm_up(bench: Bench, prompt: Prompt) -> None:
 
 def _measure_all(bench: Bench, prompts: Sequence[tuple[int, Prompt]]) -> Iterator[Response]:
     with _progress(len(prompts)) as advance:
-        for place, prompt in prompts:
+        for start in range(0, len(prompts), bench.batch_size):
+            places, group = zip(*prompts[start : start + bench.batch_size], strict=True)
             try:
-                response = measure(bench, prompt, place)
+                responses = measure(bench, group, places[0])
             except Exception as error:  # noqa: BLE001 one bad prompt must not lose the finished ones
-                log.warning("%s failed: %s", prompt.id, error)
-                response = failed(prompt, error)
-            yield response
-            advance(prompt.id)
+                responses = [failed(prompt, error) for prompt in group]
+            for prompt, response in zip(group, responses, strict=True):
+                if response.error is not None:
+                    log.warning("%s failed: %s", prompt.id, response.error)
+                yield response
+                advance(prompt.id)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """Choosing tokens: the target's distribution and the lossless acceptance of drafts.
 
-Shape legend: R verified rows (the anchor and K drafts), K drafts, V vocabulary, C proposed candidates.
+Shape legend: N sequences, R verified rows (the anchor and K drafts), K drafts, V vocabulary, C proposed
+candidates.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 _CHUNK = 256
 _SMALLEST_CHUNK = 32
@@ -81,6 +84,50 @@ def pick(logits_V: Tensor, sampling: Sampling, generator: torch.Generator | None
     return torch.multinomial(target_probabilities(logits_V, sampling), 1, generator=generator)
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts for N sequences, padded to the longest proposal.
+
+    Attributes:
+        ids: int64 [N, K]; what stands behind a sequence's own count is no proposal.
+        counts: tokens proposed for each sequence.
+        probabilities: as `Draft.probabilities` with a leading N; None when every token is certain.
+        candidates: as `Draft.candidates` with a leading N.
+    """
+
+    ids: Tensor
+    counts: Sequence[int]
+    probabilities: Tensor | None = None
+    candidates: Tensor | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Draft]) -> Drafts:
+        """Single drafts of one kind side by side."""
+
+        def padded(tensors: Sequence[Tensor | None]) -> Tensor | None:
+            present = [tensor for tensor in tensors if tensor is not None]
+            return pad_sequence(present, batch_first=True) if len(present) == len(tensors) else None
+
+        ids_NK = pad_sequence([part.ids for part in parts], batch_first=True)
+        counts = [part.ids.shape[0] for part in parts]
+        return cls(
+            ids_NK,
+            counts,
+            padded([part.probabilities for part in parts]),
+            padded([part.candidates for part in parts]),
+        )
+
+    def __getitem__(self, index: int) -> Draft:
+        """The draft of one sequence."""
+        count = self.counts[index]
+        ids, *rest = (
+            None if tensor is None else tensor[index, :count]
+            for tensor in (self.ids, self.probabilities, self.candidates)
+        )
+        assert ids is not None
+        return Draft(ids, *rest)
+
+
 def accept(
     logits_RV: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator | None
 ) -> tuple[int, list[int]]:
@@ -93,15 +140,41 @@ def accept(
     if sampling.greedy:
         posterior_R = best_tokens(logits_RV)
         agreed = (posterior_R[:-1] == draft.ids).long().cumprod(dim=0).sum()
-        accepted, *tokens = torch.cat([agreed[None], posterior_R]).tolist()
-        return accepted, tokens[: accepted + 1]
-    return _accept_sampled(target_probabilities(logits_RV, sampling), draft, generator)
+        verdict = torch.cat([agreed[None], posterior_R])
+    else:
+        verdict = _accept_sampled(target_probabilities(logits_RV, sampling), draft, generator)
+    accepted, *tokens = verdict.tolist()
+    return accepted, tokens[: accepted + 1]
 
 
-def _accept_sampled(p_RV: Tensor, draft: Draft, generator: torch.Generator | None) -> tuple[int, list[int]]:
+def accept_all(
+    logits_NRV: Tensor, drafts: Drafts, sampling: Sampling, generator: torch.Generator | None
+) -> list[tuple[int, list[int]]]:
+    """`accept` for every sequence of a batch, with one wait for the device in all."""
+    K = drafts.ids.shape[1]
+    if sampling.greedy:
+        posterior_NR = best_tokens(logits_NRV)
+        proposed_NK = (
+            torch.arange(K, device=logits_NRV.device) < drafts.ids.new_tensor(drafts.counts)[:, None]
+        )
+        equal_NK = (posterior_NR[:, :-1] == drafts.ids) & proposed_NK
+        verdicts = torch.cat([equal_NK.long().cumprod(dim=1).sum(dim=1, keepdim=True), posterior_NR], dim=1)
+    else:
+        p_NRV = target_probabilities(logits_NRV, sampling)
+        rows = [
+            _accept_sampled(p_NRV[i, : count + 1], drafts[i], generator)
+            for i, count in enumerate(drafts.counts)
+        ]
+        verdicts = pad_sequence(rows, batch_first=True)
+    return [(accepted, tokens[: accepted + 1]) for accepted, *tokens in verdicts.tolist()]
+
+
+def _accept_sampled(p_RV: Tensor, draft: Draft, generator: torch.Generator | None) -> Tensor:
+    """Int64 [2 + K]: the number of accepted drafts, then the tokens that a step of that many emits."""
     K = draft.ids.shape[0]
     if K == 0:
-        return 0, torch.multinomial(p_RV[0], 1, generator=generator).tolist()
+        bonus = torch.multinomial(p_RV[0], 1, generator=generator)
+        return torch.cat([torch.zeros_like(bonus), bonus])
     p_K = p_RV[:K].gather(-1, draft.ids[:, None])[:, 0]
     if draft.probabilities is None:
         q_K = torch.ones_like(p_K)
@@ -127,5 +200,5 @@ def _accept_sampled(p_RV: Tensor, draft: Draft, generator: torch.Generator | Non
     residual_V = residual_V.clamp_(min=0.0)
     residual_V = torch.where(residual_V.sum() > 0, residual_V, plain_V)
     bonus = torch.multinomial(residual_V, 1, generator=generator)
-    count, last, *ids = torch.cat([accepted[None], bonus, draft.ids]).tolist()
-    return count, [*ids[:count], last]
+    ids = torch.cat([draft.ids, bonus]).scatter(0, accepted[None], bonus)
+    return torch.cat([accepted[None], ids])

@@ -1,10 +1,12 @@
 """The target model as the decode loops see it: one sequence, cached, with feature taps.
 
-Shape legend: T prompt tokens, R rows of one forward, V vocabulary, F feature width (taps x hidden).
+Shape legend: T prompt tokens, N sequences, R rows of one forward, V vocabulary, F feature width (taps x
+hidden).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,11 @@ from eval.folded_attention import register
 from eval.kv_cache import open_cache
 from eval.prepack import PackedLinear, can_prepack, prepack_linears
 
-_PREFILL_ROWS = 4096  # bounds the activations of a long prompt
+#: A long prompt is read in parts. These bound a part's activations and the cells of its mask, whose additive
+#: form takes 4 bytes each (128 MiB); a part has at least the last number of rows.
+_PREFILL_ROWS = 4096
+_PREFILL_CELLS = 1 << 25
+_PREFILL_ROWS_LEAST = 256
 
 Observe = Callable[[Tensor], None]
 
@@ -98,10 +104,7 @@ class Target:
 
     def stop_ids(self, tokenizer: Any) -> frozenset[int]:
         """Token ids that end a response: those of the generation config and the tokenizer's own."""
-        given = self.model.generation_config.eos_token_id
-        ids = [] if given is None else [given] if isinstance(given, int) else list(given)
-        own = getattr(tokenizer, "eos_token_id", None)
-        return frozenset(ids if own is None else [*ids, own])
+        return _with_own(self.model.generation_config.eos_token_id, tokenizer)
 
     def open(self, taps: Sequence[int] = ()) -> Session:
         """Start a sequence; `taps` are the decoder layers (0-based) whose outputs its forwards return."""
@@ -124,8 +127,8 @@ class Target:
         return keep
 
     def take_features(self, taps: Sequence[int]) -> Tensor | None:
-        """The tapped rows of the last forward side by side, [R, F]; None without taps."""
-        features = torch.cat([self._tapped[layer][0] for layer in taps], dim=-1) if taps else None
+        """The tapped rows of the last forward side by side, [N, R, F]; None without taps."""
+        features = torch.cat([self._tapped[layer] for layer in taps], dim=-1) if taps else None
         self._tapped.clear()
         return features
 
@@ -139,10 +142,15 @@ class Session:
         self._cache = open_cache(target.config)
         self._model = target.model
 
+    @property
+    def layers(self) -> Any:
+        """The cache's layers, for whoever takes over this sequence."""
+        return self._cache.layers
+
     def prefill(self, ids_T: Tensor, observe: Observe | None = None) -> Tensor:
         """Run the prompt; features go to `observe` part by part; returns the last position's logits, [V]."""
         logits_V = ids_T.new_empty(0)
-        for part in ids_T.split(_PREFILL_ROWS):
+        for part in ids_T.split(prefill_parts(len(ids_T))):
             logits, features_RF = self.forward(part, logits_to_keep=1)
             self.drop(0)
             if observe is not None and features_RF is not None:
@@ -155,8 +163,35 @@ class Session:
         output = self._model(
             ids_R[None], past_key_values=self._cache, use_cache=True, logits_to_keep=logits_to_keep
         )
-        return output.logits[0], self._target.take_features(self._taps)
+        features_NRF = self._target.take_features(self._taps)
+        return output.logits[0], None if features_NRF is None else features_NRF[0]
 
     def drop(self, rows: int) -> None:
         """Forget the last rows; to be called after every forward, also with 0, so that window layers trim."""
         self._cache.crop(-rows)
+
+
+def prefill_parts(tokens: int) -> list[int]:
+    """Rows of each part of a prompt: fewer the more keys they look back at."""
+    parts = []
+    done = 0
+    while done < tokens:
+        rows = min(
+            _PREFILL_ROWS, max(_PREFILL_CELLS // (done + _PREFILL_ROWS), _PREFILL_ROWS_LEAST), tokens - done
+        )
+        parts.append(rows)
+        done += rows
+    return parts
+
+
+def stop_tokens(checkpoint: Path, tokenizer: Any) -> frozenset[int]:
+    """`Target.stop_ids` of a checkpoint whose weights are not loaded."""
+    generation = checkpoint / "generation_config.json"
+    source = generation if generation.is_file() else checkpoint / "config.json"
+    return _with_own(json.loads(source.read_text()).get("eos_token_id"), tokenizer)
+
+
+def _with_own(given: int | Sequence[int] | None, tokenizer: Any) -> frozenset[int]:
+    ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(ids if own is None else [*ids, own])

@@ -250,3 +250,26 @@ def test_target_without_a_template_gets_bare_texts(checkpoint):
     assert tokenizer.decode(render(tokenizer, messages, {})) == "u w1 w2 a"
     tokenizer.chat_template = None
     assert tokenizer.decode(render(tokenizer, messages, {})) == "w1 w2"
+
+
+def test_batches_give_the_report_of_single_prompts(options):
+    """Six prompts, one of them with two turns, four at a time: same tokens, same steps, times shared out."""
+    single = run_eval(options)
+    together = run_eval(options.model_copy(update={"batch_size": 4, "out": options.out / "together"}))
+    assert together["settings"]["hash"] != single["settings"]["hash"]
+    assert together["prompts"] == single["prompts"]
+    for name, method in single["methods"].items():
+        other = together["methods"][name]
+        assert other["overall"]["acceptance_length"] == method["overall"]["acceptance_length"]
+        assert other["positions"] == method["positions"]
+        assert other["lossless"]["equal"] == other["lossless"]["checked"] == 7
+        assert other["overall"]["speed_up"]["value"] > 0
+
+
+def test_prompt_that_does_not_fit_leaves_its_batch(options, tmp_path):
+    data = tmp_path / "mixed.jsonl"
+    data.write_text('{"prompt": "w1 w2"}\n' + json.dumps({"prompt": "w3 " * 600}) + '\n{"prompt": "w4"}\n')
+    report = run_eval(options.model_copy(update={"data": [str(data)], "batch_size": 3}))
+    assert report["prompts"]["n"] == 2
+    (failure,) = report["prompts"]["failures"]
+    assert "lower max_new_tokens or shorten the prompt" in failure["error"]
