@@ -16,15 +16,26 @@ _RECORD_SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "test", "tests", "idlelib"})
 _SNIFFED_BYTES = 4_096
 _FEWEST_CHARACTERS_A_TOKEN = 2  # a text with fewer for every token asked is not worth tokenising
+_MOST_CHARACTERS_A_TOKEN = 12  # as much of a long text is tokenised at first
 
 
 @dataclass
 class Document:
-    """One text. `cursor` is the first character that no prompt has used."""
+    """One text.
+
+    Attributes:
+        cursor: first character that no prompt has used.
+        left: tokens from there on, if they are known.
+    """
 
     name: str
     text: str
     cursor: int = 0
+    left: int | None = None
+
+    def move(self, cursor: int) -> None:
+        """Go on from another character."""
+        self.cursor, self.left = cursor, None
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Shelf:
         stretch = self._from_one(tokens) or self._from_several(tokens)
         if stretch is None and any(document.cursor for document in self.documents):
             for document in self.documents:
-                document.cursor = 0
+                document.move(0)
             self._reused = True
             stretch = self._from_one(tokens) or self._from_several(tokens)
         if stretch is None:
@@ -91,10 +102,11 @@ class Shelf:
 
     def _from_one(self, tokens: int) -> Stretch | None:
         for document in self.documents:
-            rest = document.text[document.cursor :]
-            if len(rest) < tokens * _FEWEST_CHARACTERS_A_TOKEN:
+            if len(document.text) - document.cursor < tokens * _FEWEST_CHARACTERS_A_TOKEN:
                 continue
-            ends = token_ends(self.tokenizer, rest)
+            if document.left is not None and document.left < tokens:
+                continue
+            ends = self._ends(document, tokens)
             if len(ends) >= tokens:
                 piece = self._use(document, ends[tokens - 1])
                 return Stretch(document.text[piece.start : piece.end], ((0, piece),), self._reused)
@@ -104,26 +116,35 @@ class Shelf:
         text, left = "", tokens
         parts: list[tuple[int, Document, int]] = []
         for document in self.documents:
-            rest = document.text[document.cursor :]
-            if not rest.strip():
+            ends = self._ends(document, left)
+            if not ends:
                 continue
-            ends = token_ends(self.tokenizer, rest)
             used = ends[min(left, len(ends)) - 1]
             text += f"\n# {document.name}\n"
             parts.append((len(text), document, used))
-            text += rest[:used]
+            text += document.text[document.cursor : document.cursor + used]
             left -= len(ends)
             if left <= 0:
                 pieces = tuple((place, self._use(each, length)) for place, each, length in parts)
                 return Stretch(text, pieces, self._reused)
         return None
 
+    def _ends(self, document: Document, tokens: int) -> list[int]:
+        """Where tokens of a document's rest end: of all of them, or of at least `tokens`."""
+        part = document.text[document.cursor : document.cursor + tokens * _MOST_CHARACTERS_A_TOKEN]
+        ends = token_ends(self.tokenizer, part)
+        if len(ends) < tokens:
+            if document.cursor + len(part) < len(document.text):
+                ends = token_ends(self.tokenizer, document.text[document.cursor :])
+            document.left = len(ends)
+        return ends
+
     def _use(self, document: Document, length: int) -> Piece:
         """Hand out `length` characters; what follows starts at the next line."""
         start = document.cursor
         end = start + length
         line = document.text.find("\n", end)
-        document.cursor = len(document.text) if line < 0 else line + 1
+        document.move(len(document.text) if line < 0 else line + 1)
         return Piece(document.name, start, end)
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from eval.comparison import ComparisonError, compare_reports, render_comparison, settings_differences
+from eval.options import EvalOptions
 from tests.eval import hand_made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +172,12 @@ def test_settings_of_a_method_that_only_one_report_has_are_no_difference(first, 
     assert settings_differences(first, second) == []
 
 
+def test_an_evaluation_needs_a_target_or_two_reports():
+    with pytest.raises(ValueError, match="--target: expected a checkpoint"):
+        EvalOptions()
+    assert EvalOptions(compare=("a", "b")).target == ""
+
+
 def test_command_line_refuses_with_exit_code_2_and_compares_when_told(tmp_path, first, second):
     one, other = save(tmp_path / "1", first), tmp_path / "2"
     second["settings"]["temperature"] = 1.0
@@ -191,6 +198,3 @@ def test_command_line_refuses_with_exit_code_2_and_compares_when_told(tmp_path, 
     assert done.returncode == 0, done.stderr
     assert "What differs" in done.stdout
     assert json.loads(out.read_text())["prompts"]["both"] == 24
-    nothing = call()
-    assert nothing.returncode == 2
-    assert "--target" in nothing.stderr

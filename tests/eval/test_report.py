@@ -290,6 +290,36 @@ def test_page_and_markdown_say_the_same(written):
     assert all(f"| {cell} |" in text for cell in rows)
 
 
+def rates(value):
+    return {"value": value, "low": value * 0.9, "high": value * 1.1, "n": 24}
+
+
+def test_engine_figures_have_a_curve_and_two_tables(tmp_path):
+    report = hand_made.report()
+    names = ("speed_up", "speed_up_end_to_end", "acceptance_length")
+    report["concurrency"] = [
+        {
+            "concurrency": level,
+            "methods": {"plain": {"tokens_per_second": rates(100.0 * level)}}
+            | {
+                method: {"tokens_per_second": rates(150.0 * level), **{name: rates(1.5) for name in names}}
+                for method in ("strong", "weak")
+            },
+        }
+        for level in (1, 4)
+    ]
+    counters = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 15, "acceptance_length": 2.5}
+    report["engine"] = {"facts": {"vllm": "0.32.0"}, "logs": [], "jobs": 2, "counters": {"strong": counters}}
+    write_report(report, tmp_path)
+    assert (tmp_path / "concurrency.png").stat().st_size > 5_000
+    text = (tmp_path / "report.md").read_text()
+    assert "| 4 | strong | 600.0 [540.0, 660.0] | 1.50 [1.35, 1.65] |" in text
+    assert "| 4 | plain | 400.0 [360.0, 440.0] | – |" in text
+    assert "| strong | 10 | 30 | 15 | 2.50 | 3.60 [" in text
+    assert "vllm 0.32.0" in text
+    assert 'aria-label="Tokens a second by requests at once"' in (tmp_path / "report.html").read_text()
+
+
 def test_names_from_outside_cannot_break_the_page():
     responses = [hand_made.response("<b>&", {"<script>x": [1, 0]}, dataset="a<b", category='"q"')] * 2
     text = page(hand_made.report(responses), [])
