@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.parity import ParityError, RowCheck, compare_rows, reference_states
+from pipelines.parity import ParityError, RowCheck, compare_rows, parity_tolerance, reference_states
+from pipelines.rowformat import RowFormat
 from pipelines.taps import engine_layer_ids
 from tests.pipelines.tiny_target import HIDDEN, LAYERS, TAPS, make_target
 
@@ -26,6 +27,15 @@ def rows(states: list[Tensor], taps: list[int]) -> Tensor:
 def test_equal_rows_pass_in_every_stored_dtype(states: list[Tensor]) -> None:
     assert max(compare_rows(rows(states, TAPS), TAPS, states, 1e-3).worst.values()) == 0
     assert max(compare_rows(rows(states, TAPS).bfloat16(), TAPS, states, 3e-2).worst.values()) < 0.01
+
+
+def test_e4m3_rows_pass_and_the_next_layer_does_not(states: list[Tensor]) -> None:
+    row_format = RowFormat("features", torch.float8_e4m3fn, len(TAPS), HIDDEN)
+    tolerance = parity_tolerance(torch.float32, torch.float8_e4m3fn)
+    stored = row_format.unpack(row_format.pack(rows(states, TAPS)))
+    assert 0 < max(compare_rows(stored, TAPS, states, tolerance).worst.values()) < 0.04
+    with pytest.raises(ParityError, match="off by one"):
+        compare_rows(stored, [tap + 1 for tap in TAPS], states, tolerance)
 
 
 def test_reference_is_the_hidden_state_stream(states: list[Tensor], tmp_path: Path) -> None:  # B3
