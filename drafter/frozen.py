@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,85 @@ from drafter.errors import CheckpointError
 
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
+# transformers 5.19: models whose RMS norms multiply by 1 + weight (names of their text parts included)
+_ONE_PLUS_NORMS = (
+    "gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5gemma2",
+    "t5gemma2_text", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp",
+    "qwen4_exp_text", "muse_glimmer", "muse_glimmer_text", "minimax_m3_vl", "minimax_m3_vl_text", "step3p5",
+    "step3p7",
+)  # fmt: skip
+_OTHER_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """From a product with the head to a logit: a factor, then an optional soft cap s * tanh(z / s)."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: DrafterConfig) -> LogitScale:
+        return cls(config.output_multiplier, config.final_logit_softcapping)
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return logits in float32 or wider."""
+        logits = products.to(torch.promote_types(products.dtype, torch.float32)) * self.multiplier
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """What the target does to its last hidden state before its head: an RMS norm; and to logits after it.
+
+    Attributes:
+        weight: [D], factors of the normed state; 1 + the stored weight where the target has it so.
+        eps: of the norm.
+        scale: of the target's logits.
+    """
+
+    weight: Tensor
+    eps: float
+    scale: LogitScale
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> TargetOutput:
+        """Read the final norm of an HF checkpoint, in float32.
+
+        Raises:
+            CheckpointError: there is no RMS norm beside the embedding, or logits are scaled in a way that
+                this implementation does not know.
+        """
+        directory = Path(directory)
+        files, config = tensor_files(directory), _text_config(directory)
+        embedding = _find(files, _EMBEDDING_NAMES) or ""
+        prefix = next((embedding.removesuffix(e) for e in _EMBEDDING_NAMES if embedding.endswith(e)), "")
+        names = [name for name in (f"{prefix}norm.weight", f"{prefix}final_norm.weight") if name in files]
+        eps = config.get("rms_norm_eps")
+        if not names or eps is None or names[0].replace(".weight", ".bias") in files:
+            raise CheckpointError(
+                f"{directory}: no final RMS norm ({prefix}norm.weight and rms_norm_eps); the target's own "
+                "distribution cannot be made from its last hidden states, train on labels"
+            )
+        scaled = {key: config[key] for key in _OTHER_SCALES if config.get(key) not in (None, 1, 1.0)}
+        if scaled:
+            raise CheckpointError(
+                f"{directory}: config.json scales logits by {scaled}, which is not supported; train on labels"
+            )
+        weight = read_tensor(files, names[0], torch.float32)
+        if config.get("model_type") in _ONE_PLUS_NORMS:
+            weight = weight + 1.0
+        softcap = config.get("final_logit_softcapping") or None
+        return cls(weight, float(eps), LogitScale(config.get("output_multiplier") or 1.0, softcap))
+
+    def normed(self, states_mD: Tensor, dtype: torch.dtype) -> Tensor:
+        """The states as the head gets them, [m, D]; computed in `dtype`."""
+        wide_mD = states_mD.to(dtype)
+        mean_m = torch.linalg.vecdot(wide_mD, wide_mD) / wide_mD.shape[1]
+        return wide_mD * (mean_m + self.eps).rsqrt().unsqueeze(1) * self.weight.to(dtype)
+
+    def to(self, device: torch.device | str | None) -> TargetOutput:
+        return replace(self, weight=self.weight.to(device))
 
 
 @dataclass(eq=False)
@@ -33,12 +113,14 @@ class FrozenHead:
             first. Only a sampled-vocabulary loss reads them.
         product: rows [R, D] -> their products with the whole of `head`, [R, V], by a kernel that suits a few
             rows. Drafting takes it in place of its own product; losses never do.
+        output: how the target makes its logits; only losses on its distribution need it.
     """
 
     embedding: Tensor
     head: Tensor
     frequent_ids: Tensor | None = None
     product: Callable[[Tensor], Tensor] | None = None
+    output: TargetOutput | None = None
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path, dtype: torch.dtype | None = None) -> FrozenHead:
@@ -54,9 +136,7 @@ class FrozenHead:
             raise CheckpointError(
                 f"{directory}: no tensor named *{' or *'.join(_EMBEDDING_NAMES)} in its safetensors"
             )
-        config = json.loads((directory / "config.json").read_text())
-        text = config.get("text_config") or config
-        tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+        tied = bool(_text_config(directory).get("tie_word_embeddings", False))
         head_name = None if tied else _find(files, _HEAD_NAMES)
         if head_name is None and not tied:
             raise CheckpointError(
@@ -72,7 +152,8 @@ class FrozenHead:
         embedding = self.embedding.to(device=device, dtype=dtype)
         head = embedding if self.head is self.embedding else self.head.to(device=device, dtype=dtype)
         frequent = None if self.frequent_ids is None else self.frequent_ids.to(device)
-        return FrozenHead(embedding, head, frequent)
+        output = None if self.output is None else self.output.to(device)
+        return FrozenHead(embedding, head, frequent, output=output)
 
     @cached_property
     def embedding_rms(self) -> float:
@@ -124,6 +205,12 @@ def read_tensor(files: dict[str, Path], name: str, dtype: torch.dtype | None = N
     with safe_open(files[name], "pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    """config.json with the text model's fields on top, for targets that also see."""
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return {**config, **(config.get("text_config") or {})}
 
 
 def _find(files: dict[str, Path], endings: tuple[str, ...]) -> str | None:

@@ -1,4 +1,7 @@
-"""What a drafter is trained for: hard-label losses per slot, the selector's loss, and sums to report.
+"""What a drafter is trained for: a loss per slot, the selector's loss, and sums to report.
+
+A slot is compared with the token that the target produced, or with the target's own distribution of it
+(`drafter.distribution`), made from its stored last hidden state.
 
 Slot j of a block with its anchor at token a predicts token a + j; slot 0 is the anchor and predicts nothing.
 Everything returned is a sum over slots, never a mean, so that micro-batches and ranks add up to the same
@@ -14,16 +17,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.frozen import FrozenHead
+from drafter.distribution import Distances, TargetStates, distances
+from drafter.frozen import FrozenHead, LogitScale
 from drafter.model import Drafter
 from drafter.vocabulary import (
     ROW_TILE,
     VOCABULARY_TILE,
-    LogitScale,
     candidate_logits,
     cross_entropy,
     full_vocabulary,
@@ -39,13 +42,21 @@ class ObjectiveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    loss: Literal["ce", "tv", "lambda"] = Field(
+    loss: Literal["ce", "tv", "lambda", "kl", "target_tv", "lk"] = Field(
         "ce",
-        description="Slot loss on hard labels: cross entropy, total variation 1 - p, or "
-        "l * CE + (1 - l) * TV with l = lambda_scale * exp(-lambda_decay * p) (arXiv 2602.23881).",
+        description="Slot loss. On the target's token, of probability p in the draft: 'ce', cross entropy; "
+        "'tv', total variation 1 - p; 'lambda', l * CE + (1 - l) * TV with l = lambda_scale * "
+        "exp(-lambda_decay * p). On the target's distribution, from last hidden states (`capture "
+        "--last-hidden`): 'kl', KL(target || draft); 'target_tv', total variation 1 - overlap, the chance "
+        "that sampling rejects the draft; 'lk', l * KL + (1 - l) * TV with the overlap in place of p (arXiv "
+        "2602.23881).",
     )
-    lambda_scale: float = Field(1.0, ge=0, le=1, description="Largest share of cross entropy in 'lambda'.")
-    lambda_decay: float = Field(3.0, ge=0, description="How fast 'lambda' moves from CE to TV as p grows.")
+    lambda_scale: float = Field(
+        1.0, ge=0, le=1, description="Largest share of cross entropy in 'lambda', of KL in 'lk'."
+    )
+    lambda_decay: float = Field(
+        3.0, ge=0, description="How fast 'lambda' and 'lk' move to total variation as drafts get better."
+    )
     weights: Literal["exponential", "dpace"] = Field(
         "exponential",
         description="Slot weights: exp(-(j - 1) / gamma) (arXiv 2602.06036), or D-PACE, the expected "
@@ -77,6 +88,20 @@ class ObjectiveConfig(BaseModel):
     vocabulary_tile: int = Field(
         VOCABULARY_TILE, ge=1, description="Tokens of a tile of logits; bounds memory."
     )
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> ObjectiveConfig:
+        if self.on_distribution and self.vocabulary_sample:
+            raise ValueError(
+                f"loss {self.loss} compares whole distributions, vocabulary_sample {self.vocabulary_sample} "
+                "scores a part of the vocabulary; set it to 0"
+            )
+        return self
+
+    @property
+    def on_distribution(self) -> bool:
+        """Whether slots are compared with the target's distribution; `block_loss` then needs its states."""
+        return self.loss in ("kl", "target_tv", "lk")
 
     def selector_factor(self, step: int) -> float:
         """Weight of the selector's loss at an optimizer step (0-based)."""
@@ -131,6 +156,7 @@ def block_loss(
     objective: ObjectiveConfig,
     step: int,
     generator: torch.Generator | None = None,
+    target: TargetStates | None = None,
 ) -> LossSums:
     """Sum the losses of blocks.
 
@@ -144,29 +170,21 @@ def block_loss(
         objective: losses and weights.
         step: 0-based optimizer step, for the selector's warm-up.
         generator: draws the blocks that the selector sees and the sampled vocabulary.
+        target: states [U, D] and rows int64 [A, K], where the objective is on the target's distribution.
     """
     scale = LogitScale.of(drafter.config)
     # unsupervised labels may be padding; they are never scored, but a slot may follow one
     labels_AK = labels_AK.clamp(0, len(head.head) - 1)
     labels_M = labels_AK[supervised_AK]
     sampled = 0 < objective.vocabulary_sample < len(head.head)
-    vocabulary = (
-        sampled_vocabulary(labels_M, head, objective.vocabulary_sample, generator)
-        if sampled
-        else full_vocabulary(labels_M, head)
+    slots = _score_slots(
+        objective, hidden_ABD[:, 1:][supervised_AK], labels_M, head, scale, generator, target, supervised_AK
     )
-    ce_M, best_M = cross_entropy(
-        hidden_ABD[:, 1:][supervised_AK],
-        vocabulary,
-        scale,
-        row_tile=objective.row_tile,
-        vocabulary_tile=objective.vocabulary_tile,
-    )
-    gold_M = torch.exp(-ce_M)
+    gold_M = torch.exp(-slots.ce)
     weights_AK = slot_weights(
         objective, hidden_ABD.shape[1], _spread(gold_M.detach(), supervised_AK), supervised_AK
     )
-    unary_loss = (weights_AK[supervised_AK] * _slot_loss(objective, ce_M, gold_M)).sum()
+    unary_loss = (weights_AK[supervised_AK] * slots.loss).sum()
 
     factor = 0.0 if drafter.candidate_selector is None else objective.selector_factor(step)
     chosen_A = _choose_blocks(hidden_ABD, objective.selector_blocks_fraction if factor else 0.0, generator)
@@ -178,7 +196,7 @@ def block_loss(
     selector_loss = selector.loss * (factor * len(chosen_A) / max(1, int(chosen_A.sum())))
     loss = unary_loss + selector_loss
 
-    best_AK = _spread(best_M, supervised_AK)
+    best_AK = _spread(slots.best, supervised_AK)
     known_AK, top1_AK = (seen_AK, selector.first) if sampled else (supervised_AK, best_AK)
     whole_A = known_AK[:, 0] & (known_AK == supervised_AK).all(1)
     metrics = {
@@ -187,7 +205,7 @@ def block_loss(
         "loss": loss,
         "unary_loss": unary_loss,
         "selector_loss": selector_loss,
-        "ce": ce_M.sum(dtype=torch.float64),
+        "ce": slots.ce.sum(dtype=torch.float64),
         "gold_probability": gold_M.sum(dtype=torch.float64),
         "sample_top1_hits": best_AK.sum(0),
         "top1_hits": top1_AK.sum(0),
@@ -198,6 +216,7 @@ def block_loss(
         "recall_hits": selector.recalled.sum(0),
         "selector_hits": selector.chosen.sum(0),
         "candidate_top1_hits": selector.first.sum(0),
+        **{name: value.sum(dtype=torch.float64) for name, value in slots.further.items()},
     }
     return LossSums(loss, {name: value.detach().double() for name, value in metrics.items()})
 
@@ -207,13 +226,75 @@ def leading_run(hits_AK: Tensor) -> Tensor:
     return hits_AK.long().cumprod(1).sum(1)
 
 
-def _slot_loss(objective: ObjectiveConfig, ce_M: Tensor, gold_M: Tensor) -> Tensor:
+@dataclass
+class _Slots:
+    """Supervised slots [M]: loss, cross entropy of the label, whether it is the draft's best token, and
+    figures to report beside.
+    """
+
+    loss: Tensor
+    ce: Tensor
+    best: Tensor
+    further: dict[str, Tensor]
+
+
+def _score_slots(
+    objective: ObjectiveConfig,
+    rows_MD: Tensor,
+    labels_M: Tensor,
+    head: FrozenHead,
+    scale: LogitScale,
+    generator: torch.Generator | None,
+    target: TargetStates | None,
+    supervised_AK: Tensor,
+) -> _Slots:
+    row_tile, vocabulary_tile = objective.row_tile, objective.vocabulary_tile
+    if objective.on_distribution:
+        assert target is not None
+        found = distances(
+            rows_MD,
+            labels_M,
+            TargetStates(target.states, target.rows[supervised_AK]),
+            head,
+            scale,
+            kl=objective.loss != "target_tv",
+            tv=objective.loss != "kl",
+            row_tile=row_tile,
+            vocabulary_tile=vocabulary_tile,
+        )
+        further = {"kl": found.kl, "target_ce": found.target_ce}
+        if found.tv is not None:
+            further["overlap"] = 1 - found.tv
+        return _Slots(_distribution_loss(objective, found), found.ce, found.best, further)
+    sampled = 0 < objective.vocabulary_sample < len(head.head)
+    vocabulary = (
+        sampled_vocabulary(labels_M, head, objective.vocabulary_sample, generator)
+        if sampled
+        else full_vocabulary(labels_M, head)
+    )
+    ce_M, best_M = cross_entropy(
+        rows_MD, vocabulary, scale, row_tile=row_tile, vocabulary_tile=vocabulary_tile
+    )
+    return _Slots(_label_loss(objective, ce_M), ce_M, best_M, {})
+
+
+def _label_loss(objective: ObjectiveConfig, ce_M: Tensor) -> Tensor:
     if objective.loss == "ce":
         return ce_M
+    gold_M = torch.exp(-ce_M)
     if objective.loss == "tv":
         return 1 - gold_M
     share_M = objective.lambda_scale * torch.exp(-objective.lambda_decay * gold_M.detach())
     return share_M * ce_M + (1 - share_M) * (1 - gold_M)
+
+
+def _distribution_loss(objective: ObjectiveConfig, found: Distances) -> Tensor:
+    if found.tv is None:
+        return found.kl
+    if objective.loss == "target_tv":
+        return found.tv
+    share_M = objective.lambda_scale * torch.exp(-objective.lambda_decay * (1 - found.tv.detach()))
+    return share_M * found.kl + (1 - share_M) * found.tv
 
 
 @dataclass

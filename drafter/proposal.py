@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter.frozen import FrozenHead
+from drafter.frozen import FrozenHead, LogitScale
 from drafter.model import Drafter
 from drafter.objective import leading_run
-from drafter.vocabulary import LogitScale, all_logits, candidate_logits, top_k
+from drafter.vocabulary import all_logits, candidate_logits, top_k
 
 
 @dataclass

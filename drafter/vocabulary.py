@@ -21,29 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.config import DrafterConfig
-from drafter.frozen import FrozenHead
+from drafter.frozen import FrozenHead, LogitScale
 from drafter.gather import gathered_dot
 
 ROW_TILE = 512
 VOCABULARY_TILE = 2048
-
-
-@dataclass(frozen=True)
-class LogitScale:
-    """From a product with the head to a logit: a factor, then an optional soft cap s * tanh(z / s)."""
-
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: DrafterConfig) -> LogitScale:
-        return cls(config.output_multiplier, config.final_logit_softcapping)
-
-    def __call__(self, products: Tensor) -> Tensor:
-        """Return logits in float32 or wider."""
-        logits = products.to(torch.promote_types(products.dtype, torch.float32)) * self.multiplier
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 @dataclass(frozen=True)
@@ -121,9 +103,9 @@ class _CrossEntropy(torch.autograd.Function):
             gradient_MD = torch.empty(
                 hidden_MD.shape if differentiable else (0,), dtype=wide, device=ce_M.device
             )
-            for rows in _tiles(len(hidden_MD), tile_sizes[0]):
+            for rows in tiles(len(hidden_MD), tile_sizes[0]):
                 tile = _RowTile(hidden_MD[rows].to(wide), vocabulary.gold[rows], scale)
-                for columns in _tiles(len(vocabulary.table), tile_sizes[1]):
+                for columns in tiles(len(vocabulary.table), tile_sizes[1]):
                     weights = None if vocabulary.log_weights is None else vocabulary.log_weights[columns]
                     tile.add(vocabulary.table[columns], columns.start, weights, differentiable=differentiable)
                 ce_M[rows], best_M[rows] = tile.cross_entropy(), tile.gold_is_best()
@@ -154,7 +136,7 @@ class _RowTile:
     def add(
         self, table_vD: Tensor, start: int, log_weights_v: Tensor | None, *, differentiable: bool
     ) -> None:
-        logits_mv, slope_mv = _product(self.rows_mD, table_vD.T), None
+        logits_mv, slope_mv = product(self.rows_mD, table_vD.T), None
         cap = self.scale.softcap
         if cap is not None:
             curve_mv = logits_mv.div_(cap).tanh_()
@@ -176,7 +158,7 @@ class _RowTile:
         if differentiable:
             if slope_mv is not None:
                 mass_mv.mul_(slope_mv)
-            self.sum_mD.mul_(decay_m.unsqueeze(1)).add_(_product(mass_mv, table_vD))
+            self.sum_mD.mul_(decay_m.unsqueeze(1)).add_(product(mass_mv, table_vD))
 
     def cross_entropy(self) -> Tensor:
         return self.maximum_m + self.total_m.log() - self.gold_logit_m
@@ -209,15 +191,15 @@ def top_k(
     wide = torch.promote_types(hidden_MD.dtype, torch.float32)
     ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        for rows in _tiles(len(hidden_MD), row_tile):
+        for rows in tiles(len(hidden_MD), row_tile):
             if head.product is not None:
                 ids_Mk[rows] = largest(head.product(hidden_MD[rows]), k)[1]
                 continue
             hidden_mD = hidden_MD[rows].to(wide)
             best = hidden_mD.new_empty(len(hidden_mD), 0)
             ids = ids_Mk.new_empty(len(hidden_mD), 0)
-            for columns in _tiles(len(head.head), vocabulary_tile * row_tile // len(hidden_mD)):
-                values, places = largest(_product(hidden_mD, head.head[columns].T), k)
+            for columns in tiles(len(head.head), vocabulary_tile * row_tile // len(hidden_mD)):
+                values, places = largest(product(hidden_mD, head.head[columns].T), k)
                 best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
                 best, places = best.topk(min(k, best.shape[1]), dim=1)
                 ids = ids.gather(1, places)
@@ -260,12 +242,12 @@ def candidate_logits(hidden_MD: Tensor, head: FrozenHead, ids_Mk: Tensor, scale:
     return scale(gathered_dot(hidden_MD, head.head, ids_Mk))
 
 
-def _product(rows: Tensor, table: Tensor) -> Tensor:
+def product(rows: Tensor, table: Tensor) -> Tensor:
     """Multiply in the table's half precision where tensor cores sum in float32, else in the rows' dtype."""
     if rows.is_cuda and table.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(rows.to(table.dtype), table, out_dtype=torch.float32)
     return rows @ table.to(rows.dtype)
 
 
-def _tiles(length: int, size: int) -> Iterator[slice]:
+def tiles(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

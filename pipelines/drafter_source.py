@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafter.checkpoint import initialise_from_target, load_drafter
 from drafter.config import DrafterConfig
-from drafter.frozen import FrozenHead
+from drafter.frozen import FrozenHead, TargetOutput
 from drafter.model import Drafter
 from drafter.warm_start import WarmStart
 from pipelines.corpus import Corpus, DataError
@@ -176,9 +176,24 @@ def new_config(source: DrafterSource, corpus: Corpus, target: Path) -> DrafterCo
     )
 
 
-def make_head(corpus: Corpus, target: Path, device: torch.device, dtype: torch.dtype) -> FrozenHead:
-    """The target's tables on `device`, with the training data's tokens by frequency."""
+def make_head(
+    corpus: Corpus, target: Path, device: torch.device, dtype: torch.dtype, *, output: bool = False
+) -> FrozenHead:
+    """The target's tables on `device`, with the training data's tokens by frequency.
+
+    Args:
+        corpus: the training data.
+        target: folder of the target.
+        device: where a step is computed.
+        dtype: of the tables.
+        output: also what it does before and after its head, for losses on its own distribution.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a table, or its own distribution cannot be made from states.
+    """
     head = FrozenHead.from_checkpoint(target, dtype=dtype)
+    if output:
+        head.output = TargetOutput.from_checkpoint(target)
     head.frequent_ids = corpus.frequent_ids
     return head.to(device=device)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from csbp.transport import KINDS
 
 STEP_KINDS = tuple(kind for kind in KINDS if kind != "gradients")  # what crosses context ranks in a step
+# read from stores by all ranks, and what the blocks of each replica can see, each row once
+BYTES_READ = ("feature_bytes_read", "union_bytes", "state_bytes_read")
 
 
 class Sums:
@@ -49,10 +51,11 @@ def training_figures(sums: Mapping[str, Tensor]) -> dict[str, Any]:
         "ce": _ratio(sums["ce"], slots),
         "top1": _ratio(sums["top1_hits"].sum(), sums["top1_slots"].sum()),
         "coverage": _ratio(sums["coverage"], sums["documents"]),
-        "feature_bytes": float(sums["feature_bytes"]),
+        **{name: float(sums[name]) for name in BYTES_READ},
         "gradient_bytes": float(sums["gradient_bytes"]),
         "sent_bytes": {kind: float(sums[f"sent_{kind}"]) for kind in STEP_KINDS},
     }
+    figures |= {name: _ratio(sums[name], slots) for name in ("kl", "target_ce", "overlap") if name in sums}
     if float(sums["recall_slots"].sum()):
         recall_slots = sums["recall_slots"].sum()
         figures["recall"] = _ratio(sums["recall_hits"].sum(), recall_slots)

@@ -49,8 +49,7 @@ def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -
         feature_bytes: of a stored feature element.
         device: where a step is computed. A GPU's prefetched features wait in the host's memory.
     """
-    # the reader holds one micro-batch more than it has room to hand over
-    waiting = 0 if device.type == "cuda" else config.data.prefetch + 1
+    waiting = 0 if device.type == "cuda" else config.data.prefetch
     return StepSettings(
         compute_bytes=_compute_bytes(config),
         feature_bytes=feature_bytes,
@@ -58,23 +57,43 @@ def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -
         vocabulary_sample=config.objective.vocabulary_sample,
         selector_fraction=config.objective.selector_blocks_fraction,
         prefetch=waiting,
-        accumulate=config.batch.samples > config.batch.micro,
+        accumulate=config.batch.size > config.batch.limit(replicas=1),
         tensor_cores=device.type == "cuda",
         retain=config.parallel.retain,
+        recompute_context=config.parallel.recompute in ("context", "all"),
+        recompute_blocks=config.parallel.recompute in ("blocks", "all"),
         placement=config.parallel.placement,
         transports=config.parallel.transports,
+    )
+
+
+def largest_micro_step(config: RunConfig, longest: int, documents: int, drafts: int) -> Workload:
+    """What one replica takes at once, at most: as many of the longest samples as its share of a step allows.
+
+    Args:
+        config: of the run.
+        longest: tokens of the longest sample.
+        documents: that a sample packs, at most.
+        drafts: slots of a block.
+    """
+    rule = config.anchors
+    anchors = min(rule.per_document * documents, longest - 1)
+    limit = config.batch.limit(replicas=1)
+    sizes = {"samples": 1, "tokens": longest, "slots": anchors * drafts}
+    local = rule.rule == "locality"
+    return Workload(
+        context=longest,
+        anchors=anchors,
+        sequences=max(1, limit // sizes[config.batch.unit]),
+        anchor_rule="locality" if local else "uniform",
+        neighbourhoods=min(rule.neighbourhoods * documents, anchors) if local else 1,
     )
 
 
 def _auto_context_ranks(
     config: RunConfig, corpus: Corpus, drafter: DrafterConfig, head_is_tied: bool, device: torch.device
 ) -> int:
-    longest = corpus.longest
-    work = Workload(
-        context=longest,
-        anchors=min(config.anchors.per_document * corpus.most_documents, longest - 1),
-        sequences=config.batch.micro,
-    )
+    work = largest_micro_step(config, corpus.longest, corpus.most_documents, drafter.num_drafts)
     settings = step_settings(config, corpus.manifest.torch_dtype.itemsize, device)
     rates = this_device(ranks_of_this_machine(), config.parallel.device)
     shape = drafter_shape(drafter, tied_head=head_is_tied)

@@ -74,12 +74,12 @@ class ScheduleConfig(BaseModel):
             raise ValueError(f"give exactly one of steps, epochs and minutes; found {given or 'none'}")
         return self
 
-    def total_steps(self, training_samples: int, samples_per_step: int) -> int | None:
+    def total_steps(self, steps_per_epoch: float) -> int | None:
         """Optimizer steps of the run, or None where the clock decides."""
         if self.steps is not None:
             return self.steps
         if self.epochs is not None:
-            return max(1, math.ceil(self.epochs * training_samples / samples_per_step))
+            return max(1, math.ceil(round(self.epochs * steps_per_epoch, 6)))  # 3 epochs of 7 / 3 steps are 7
         return None
 
     def factor(self, step: int, total_steps: int | None, elapsed: float) -> float:

@@ -16,15 +16,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from csbp.choice import Placement
+from csbp.footprint import Recompute
 from csbp.plan import Mode
 from csbp.routes import Transport
 from drafter.objective import ObjectiveConfig
-from pipelines.anchors import AnchorConfig
 from pipelines.corpus import DataConfig
 from pipelines.drafter_source import DrafterSource
+from pipelines.draw import AnchorConfig
 from pipelines.files import write_text_atomically
-from pipelines.loader import BatchConfig
 from pipelines.optimization import OptimizerConfig, ScheduleConfig
+from pipelines.sampler import BatchConfig
 from pipelines.training_state import CheckpointConfig
 from pipelines.validation import ValidationConfig
 
@@ -72,6 +73,12 @@ class ParallelConfig(BaseModel):
         ge=1,
         description="Received shards that a ring keeps for the backward pass; null keeps all, 1 bounds a "
         "layer's memory to two shards and sends the others again.",
+    )
+    recompute: Recompute = Field(
+        default="none",
+        description="What the backward pass makes again instead of keeping it: `context` rows, chunk by "
+        "chunk, which bounds them to features, keys and values; activations of `blocks`, layer by layer; "
+        "`all`. Same gradients, less memory, more time.",
     )
     device: str = Field(
         default="auto",
@@ -126,7 +133,7 @@ class RunConfig(BaseModel):
     objective: ObjectiveConfig = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig
-    batch: BatchConfig = Field(default_factory=BatchConfig)
+    batch: BatchConfig = Field(default_factory=lambda: BatchConfig.model_validate({}))
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from csbp.footprint import Recompute
+from drafter.context import Features
+from drafter.distribution import TargetStates
 from drafter.frozen import FrozenHead, embed_blocks
 from drafter.model import Drafter
 from drafter.objective import LossSums, ObjectiveConfig, block_loss
@@ -20,9 +23,18 @@ class DraftStep(nn.Module):
     """The drafter, its frozen tables and its objective as one module, so that an engine can wrap them."""
 
     def __init__(
-        self, drafter: Drafter, head: FrozenHead, objective: ObjectiveConfig, *, autocast: bool, seed: int
+        self,
+        drafter: Drafter,
+        head: FrozenHead,
+        objective: ObjectiveConfig,
+        *,
+        autocast: bool,
+        seed: int,
+        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
+        drafter.recompute = recompute in ("blocks", "all")
+        self._recompute = recompute
         self.drafter = drafter
         self.head = head
         self.objective = objective
@@ -36,10 +48,11 @@ class DraftStep(nn.Module):
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Final-normed hidden states [A, B, D] of this rank's blocks."""
         with self.precision():
-            context_TD = self.drafter.fuse(batch.features)
+            again = self._recompute in ("context", "all")
+            context = Features(batch.features) if again else self.drafter.fuse(batch.features)
             embeddings_ABD = embed_blocks(self.head, self.drafter.config, batch.anchor_ids)
             hidden_ABD: Tensor = self.drafter(
-                context_TD, batch.row_positions, embeddings_ABD, batch.block_positions, batch.plan.attention()
+                context, batch.row_positions, embeddings_ABD, batch.block_positions, batch.plan.attention()
             )
         return hidden_ABD
 
@@ -63,6 +76,7 @@ class DraftStep(nn.Module):
                 self.objective,
                 batch.step,
                 generator,
+                _target_states(batch),
             )
         share = batch.plan.loss_scale
         if share == 1.0:
@@ -74,3 +88,9 @@ class DraftStep(nn.Module):
         if not self._autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def _target_states(batch: MicroBatch) -> TargetStates | None:
+    if batch.last_states is None or batch.state_rows is None:
+        return None
+    return TargetStates(batch.last_states, batch.state_rows)

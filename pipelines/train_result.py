@@ -31,6 +31,9 @@ class TrainResult:
         best_accepted: its accepted drafts per block.
         seconds: of training, over all resumptions.
         slots_per_second: supervised slots of this call's steps over their seconds.
+        feature_bytes_read: feature rows read from stores by all ranks in this call's steps.
+        union_bytes: of the rows that the blocks of each replica could see, each row once a micro-batch.
+        state_bytes_read: last hidden states read by all ranks in this call's steps.
         breakdown: share of the seconds of this call's steps spent on data, forward, backward, update, other.
         exports: link name to folder.
     """
@@ -46,6 +49,9 @@ class TrainResult:
     best_accepted: float = 0.0
     seconds: float = 0.0
     slots_per_second: float = 0.0
+    feature_bytes_read: int = 0
+    union_bytes: int = 0
+    state_bytes_read: int = 0
     breakdown: dict[str, float] = field(default_factory=dict)
     exports: dict[str, str] = field(default_factory=dict)
 
@@ -69,6 +75,10 @@ def render_train(result: TrainResult) -> Table:
     table.add_row("steps", f"{result.step}{planned} ({result.epochs:.2f} epochs, {result.seconds:.0f} s)")
     if result.slots_per_second:
         table.add_row("supervised slots/s", f"{result.slots_per_second:,.0f}")
+    if result.union_bytes:
+        share = result.feature_bytes_read / result.union_bytes
+        read = f"{result.feature_bytes_read / 2**20:,.1f} MiB, {share:.3f} x the union of windows"
+        table.add_row("features read", read)
     if result.breakdown:
         parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in result.breakdown.items())
         table.add_row("time", parts)

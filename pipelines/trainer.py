@@ -26,11 +26,12 @@ from drafter.model import Drafter
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
 from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
-from pipelines.figures import STEP_KINDS, Sums, training_figures
+from pipelines.figures import BYTES_READ, STEP_KINDS, Sums, training_figures
 from pipelines.grid import make_cost, make_grid
-from pipelines.loader import Loader, MicroBatch, Prefetcher, Sharding
+from pipelines.loader import Loader, MicroBatch, Sharding
 from pipelines.logs import RunLog, peak_memory_bytes
 from pipelines.optimization import Engine, NonFiniteError
+from pipelines.prefetch import Prefetcher
 from pipelines.ranks import (
     add_over_ranks,
     add_tensors_over_ranks,
@@ -90,8 +91,11 @@ class Trainer:
         self.state, checkpoint = starting_point(config, self.corpus)
         self.drafter = self._make_drafter(checkpoint).to(device)
         check_servable(self.drafter, self.target)
+        self.corpus.check_reach(self.drafter.config, config.parallel.mode, config.objective)
         autocast = config.precision == "bf16"
-        head = make_head(self.corpus, self.target, device, torch.bfloat16 if autocast else torch.float32)
+        dtype = torch.bfloat16 if autocast else torch.float32
+        on_distribution = config.objective.on_distribution
+        head = make_head(self.corpus, self.target, device, dtype, output=on_distribution)
         self.grid = grid = make_grid(
             config, self.corpus, self.drafter.config, head.head is head.embedding, device
         )
@@ -104,20 +108,28 @@ class Trainer:
             self.corpus,
             config.batch,
             Sharding(grid.replica, grid.replicas, self._plan),
-            per_document=config.anchors.per_document,
+            anchors=config.anchors,
             block_size=self.drafter.config.block_size,
             seed=config.seed,
+            last_hidden=on_distribution,
             pin=device.type == "cuda",
         )
-        self.total_steps = config.schedule.total_steps(len(self.corpus.train), config.batch.samples)
-        self.module = DraftStep(self.drafter, head, config.objective, autocast=autocast, seed=config.seed)
+        self.total_steps = config.schedule.total_steps(self.loader.sampler.steps_per_epoch)
+        self.module = DraftStep(
+            self.drafter,
+            head,
+            config.objective,
+            autocast=autocast,
+            seed=config.seed,
+            recompute=config.parallel.recompute,
+        )
         self.engine = Engine(self.module, config.optimizer, config.parallel.zero)
         if checkpoint is not None:
             self.engine.load_moments(read_moments(checkpoint), self.state.step)
         self._writer = CheckpointWriter(config.out, config.checkpoint)
         self._began = time.monotonic() - self.state.elapsed
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of this call's steps, by part
-        self._slots = 0.0  # supervised slots of this call's steps, all ranks
+        self._totals: defaultdict[str, float] = defaultdict(float)  # of this call's steps, all ranks
         self._sums = Sums()  # since the last line of the log, this rank
         self._line_began = time.monotonic()
         self._logged_wait = 0.0
@@ -157,7 +169,7 @@ class Trainer:
         barrier(self.grid)
         return result
 
-    def _steps(self, batches: Prefetcher, log: RunLog, stop: StopSignal) -> str:
+    def _steps(self, batches: Prefetcher[MicroBatch], log: RunLog, stop: StopSignal) -> str:
         config = self.config
         while self.total_steps is None or self.state.step < self.total_steps:
             began = time.monotonic()
@@ -196,21 +208,22 @@ class Trainer:
         }
         return add_over_ranks(mine, self.grid, self.device)
 
-    def _step(self, batch: MicroBatch, batches: Prefetcher, slots: float, lr: float) -> float:
+    def _step(self, batch: MicroBatch, batches: Prefetcher[MicroBatch], slots: float, lr: float) -> float:
         """One optimizer step; returns the gradient norm."""
         scale = self.grid.world / slots
         sent = self.engine.sent_bytes
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number in range(self.loader.accumulation):
-            if number:
-                with self._timed("data"):
-                    batch = next(batches)
+        while True:
             with self._timed("forward"):
                 sums = self.module(batch.to(self.device))
             with self._timed("backward"):
-                self.engine.backward(sums.loss * scale, last=number + 1 == self.loader.accumulation)
+                self.engine.backward(sums.loss * scale, last=batch.last)
             loss_sum += sums.metrics["loss"]
             self._count(batch, sums.metrics)
+            if batch.last:
+                break
+            with self._timed("data"):
+                batch = next(batches)
         try:
             with self._timed("update"):
                 norm = self.engine.update(lr)
@@ -232,12 +245,14 @@ class Trainer:
         self._sums.add({
             "coverage": batch.coverage_sum if first else 0.0,
             "documents": batch.documents if first else 0.0,
-            "feature_bytes": batch.feature_bytes,
+            "feature_bytes_read": batch.feature_bytes_read,
+            "union_bytes": batch.union_bytes if first else 0.0,
+            "state_bytes_read": batch.state_bytes_read,
         })  # fmt: skip
 
     def _advance(self, began: float) -> None:
         step = self.state.step + 1
-        samples = step * self.config.batch.samples
+        samples = self.loader.sampler.samples_before(step)
         self._seconds["total"] += time.monotonic() - began
         self.state = replace(
             self.state,
@@ -254,7 +269,8 @@ class Trainer:
         pooled = add_tensors_over_ranks(self._sums.take(), self.grid, self.device)
         seconds = time.monotonic() - self._line_began
         slots, blocks = float(pooled["slots"].sum()), float(pooled["blocks"])
-        self._slots += slots
+        for name, value in (("slots", slots), *((name, float(pooled[name])) for name in BYTES_READ)):
+            self._totals[name] += value
         self._train = {
             **training_figures(pooled),
             **self._last_update,
@@ -330,7 +346,8 @@ class Trainer:
             best_step=self.state.best_step,
             best_accepted=max(self.state.best_accepted, 0.0),
             seconds=self.state.elapsed,
-            slots_per_second=self._slots / total if total else 0.0,
+            slots_per_second=self._totals["slots"] / total if total else 0.0,
+            **{name: round(self._totals[name]) for name in BYTES_READ},
             breakdown=parts,
             exports={name: str(path) for name, path in links.items() if path.is_dir()},
         )

@@ -1,13 +1,12 @@
-"""Which anchors are legal, how they are drawn, and that slot j is labelled with the token at anchor + j."""
+"""Which anchors are legal, and that slot j is labelled with the token at anchor + j."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipelines.anchors import Tokens, build_blocks, document_coverage, draw_anchors, legal_anchors
+from pipelines.anchors import Tokens, build_blocks, document_coverage, legal_anchors, legal_per_document
+from pipelines.draw import AnchorConfig, draw_anchors
 
 
 def tokens(mask: str, starts: tuple[int, ...] = (0,), first_id: int = 100) -> Tokens:
@@ -22,12 +21,12 @@ def tokens(mask: str, starts: tuple[int, ...] = (0,), first_id: int = 100) -> To
 
 def test_anchor_is_a_response_token_with_a_response_token_behind_it():
     # position 2 is the last prompt token: serving never drafts from it; 6 is the last token of its turn
-    assert legal_anchors(tokens("0001111001")).nonzero().flatten().tolist() == [3, 4, 5]
+    assert legal_anchors(tokens("0001111001")).tolist() == [3, 4, 5]
 
 
 def test_anchor_has_context_and_its_label_is_in_its_document():
     # documents [0, 4) and [4, 8), everything supervised: 0 and 4 have no context, 3 and 7 no label
-    assert legal_anchors(tokens("11111111", (0, 4))).nonzero().flatten().tolist() == [1, 2, 5, 6]
+    assert legal_anchors(tokens("11111111", (0, 4))).tolist() == [1, 2, 5, 6]
 
 
 def test_slot_j_is_labelled_with_the_token_at_anchor_plus_j():
@@ -65,7 +64,7 @@ def test_samples_share_one_axis():
 
 def test_budget_is_per_document_and_coverage_reported_for_each():
     sample = tokens(("0" + "1" * 9) * 3, (0, 10, 20))
-    drawn = draw_anchors(sample, 2, seed=0, epoch=0)
+    drawn = draw_anchors(sample, AnchorConfig(per_document=2), 4, seed=0, epoch=0)
     assert torch.bucketize(drawn, torch.tensor([10, 20]), right=True).bincount().tolist() == [2, 2, 2]
     coverage = document_coverage(sample, torch.tensor([2, 3, 12, 13, 14, 15, 16, 17, 18, 19]))
     assert coverage.tolist() == [2 / 8, 1.0, 0.0]
@@ -73,48 +72,24 @@ def test_budget_is_per_document_and_coverage_reported_for_each():
 
 def test_odd_lengths_need_no_padding():
     sample = tokens("0" + "1" * 1002)
-    blocks = build_blocks([sample], [draw_anchors(sample, 10_000, 0, 0)], block_size=8)
+    blocks = build_blocks([sample], [legal_anchors(sample)], block_size=8)
     assert len(blocks.anchor_ids) == 1001
     assert blocks.slots == sum(min(7, 1002 - a) for a in range(1, 1002))
     assert blocks.coverage_sum == blocks.documents == 1
 
 
-def test_draw_depends_on_its_names_alone():
-    sample = tokens("0" + "1" * 300)
-    first = draw_anchors(sample, 16, seed=1, epoch=0)
-    torch.manual_seed(123)  # process state must not matter
-    assert torch.equal(first, draw_anchors(sample, 16, seed=1, epoch=0))
-    assert not torch.equal(first, draw_anchors(sample, 16, seed=2, epoch=0))
-    assert not torch.equal(first, draw_anchors(sample, 16, seed=1, epoch=1))
-    other = Tokens("another", sample.token_ids, sample.loss_mask, sample.document_starts)
-    assert not torch.equal(first, draw_anchors(other, 16, seed=1, epoch=0))
-
-
-def test_draw_is_uniform():
-    sample = tokens("0" + "1" * 41)  # 40 legal anchors, 10 drawn: each has probability 1/4
-    counts = torch.zeros(42)
-    for epoch in range(2000):
-        counts[draw_anchors(sample, 10, 0, epoch)] += 1
-    rate = counts[1:41] / 2000
-    # standard error sqrt(.25 * .75 / 2000) = 0.0097; 4.5 of them over 40 anchors
-    assert (rate - 0.25).abs().max() < 0.044
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_drawn_anchors_are_legal_ascending_and_within_budget(data):
-    mask = data.draw(st.text("01", min_size=2, max_size=80))
-    cuts = data.draw(st.sets(st.integers(1, len(mask) - 1), max_size=4))
-    sample = tokens(mask, (0, *sorted(cuts)))
-    budget = data.draw(st.integers(1, 8))
-    drawn = draw_anchors(sample, budget, 3, 5)
-    legal = legal_anchors(sample)
-    assert legal[drawn].all()
-    assert (drawn.diff() > 0).all()
-    document = torch.bucketize(drawn, sample.document_starts, right=True) - 1
-    legal_of = torch.bucketize(legal.nonzero().flatten(), sample.document_starts, right=True) - 1
-    expected = legal_of.bincount(minlength=len(sample.document_starts)).clamp(max=budget)
-    assert torch.equal(document.bincount(minlength=len(sample.document_starts)), expected)
+def test_only_tokens_whose_rows_are_stored_may_be_anchors():
+    whole = tokens("0" + "1" * 19, (0, 10))
+    sample = Tokens(
+        "kept", whole.token_ids, whole.loss_mask, whole.document_starts, torch.tensor([[3, 6], [8, 13]])
+    )
+    assert legal_anchors(sample).tolist() == [3, 4, 5, 8, 11, 12]
+    assert legal_per_document(sample, legal_anchors(sample)) == [4, 2]
+    assert legal_anchors(sample.cut(12)).tolist() == [3, 4, 5, 8]  # 11 has lost its successor
+    assert sample.cut(5).anchor_spans.tolist() == [[3, 5]]
+    # coverage counts what the store left out: slots of a block at 5 predict past the span
+    coverage = document_coverage(sample, torch.tensor([6, 7, 8, 9]))
+    assert coverage.tolist() == [4 / 8, 0.0]
 
 
 def test_cut_keeps_documents_that_begin_before_it():
@@ -127,6 +102,6 @@ def test_cut_keeps_documents_that_begin_before_it():
 @pytest.mark.parametrize("mask", ["00", "0100", "0"])
 def test_sample_without_legal_anchor_gives_no_block(mask):
     sample = tokens(mask)
-    blocks = build_blocks([sample], [draw_anchors(sample, 4, 0, 0)], block_size=4)
+    blocks = build_blocks([sample], [draw_anchors(sample, AnchorConfig(), 4, 0, 0)], block_size=4)
     assert blocks.labels.shape == (0, 3)
     assert blocks.slots == blocks.documents == 0

@@ -41,7 +41,7 @@ def test_read_ahead_features_share_the_memory_of_a_cpu_step_and_not_of_a_gpu_ste
         tmp_path, parallel={"retain": 1, "transport": ["ring"], "zero": 1}, batch={"samples": 4, "micro": 1}
     )
     here, gpu = step_settings(config, 2, CPU), step_settings(config, 2, GPU)
-    assert (here.prefetch, gpu.prefetch) == (config.data.prefetch + 1, 0)
+    assert (here.prefetch, gpu.prefetch) == (config.data.prefetch, 0)
     assert (here.tensor_cores, gpu.tensor_cores) == (False, True)
     assert here.accumulate
     assert (here.compute_bytes, here.feature_bytes, here.zero_stage) == (4, 2, 1)

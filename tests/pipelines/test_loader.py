@@ -12,7 +12,10 @@ from csbp.plan import plan_step
 from csbp.topology import Grid
 from drafter.attention import LayerMask
 from pipelines.corpus import Corpus, DataConfig, DataError, SampleRef, split
-from pipelines.loader import BatchConfig, Loader, Prefetcher, Sharding, epoch_order
+from pipelines.draw import AnchorConfig
+from pipelines.loader import Loader, Sharding
+from pipelines.prefetch import Prefetcher
+from pipelines.sampler import BatchConfig, epoch_order
 from pipelines.store import FeatureStore
 from tests.pipelines.tiny_run import make_store, make_target
 
@@ -39,7 +42,7 @@ def loader(data: Corpus, samples=4, micro=2, replica=0, replicas=1, masks=WINDOW
         data,
         BatchConfig(samples=samples, micro=micro),
         Sharding(replica, replicas, lambda layout: plan_step(layout, masks, grid)),
-        per_document=per_document,
+        anchors=AnchorConfig(per_document=per_document),
         block_size=4,
         seed=0,
     )
@@ -93,7 +96,7 @@ def test_data_of_a_step_do_not_depend_on_micro_batches_and_replicas(folder, micr
         expected = next(batch for batch in reference if batch.step == step)
         mine = [batch for batch in found if batch.step == step]
         assert sorted(torch.cat([b.labels for b in mine]).tolist()) == sorted(expected.labels.tolist())
-        assert sum({id(b): b.step_slots for b in mine if b.number == 0}.values()) == expected.step_slots
+        assert sum(b.step_slots for b in mine if b.last) == expected.step_slots
 
 
 def test_step_slots_are_known_with_its_first_micro_batch(folder):
@@ -105,7 +108,7 @@ def test_step_slots_are_known_with_its_first_micro_batch(folder):
 def test_only_rows_that_some_block_sees_are_read(folder):
     batch = take(loader(corpus(folder), per_document=1, micro=1).train(0), 1)[0]
     assert batch.features.shape[0] == 5  # window 6 counts the query: 5 rows of history before the anchor
-    assert batch.feature_bytes == 5 * 64 * 4
+    assert batch.feature_bytes_read == batch.union_bytes == 5 * 64 * 4
     everything = take(loader(corpus(folder), per_document=1, micro=1, masks=FULL).train(0), 1)[0]
     assert everything.features.shape[0] == int(everything.block_positions[0, 0])
 
@@ -200,7 +203,10 @@ def test_reading_ahead_is_bounded():
 
     stream = Prefetcher(source(), depth=2)
     time.sleep(0.3)
-    assert len(made) <= 4  # two in the queue, one waiting for room, one being made
+    assert made == [0, 1]  # both wait: nothing is begun without a place
+    assert next(stream) == 0
+    time.sleep(0.2)
+    assert made == [0, 1, 2]
     stream.close()
     assert not any(thread.name == "feature-reader" for thread in threading.enumerate())
 

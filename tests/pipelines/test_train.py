@@ -63,11 +63,14 @@ def test_result_is_a_value_and_a_table(learned):
 
 
 def test_metrics_lines_hold_figures_of_their_steps(learned):
-    config, _ = learned
+    config, result = learned
     train = lines(config, "train")
     assert [line["step"] for line in train] == list(range(10, 121, 10))
-    for name in ("loss", "lr", "grad_norm", "slots_per_second", "coverage", "feature_bytes", "memory_bytes"):
+    names = ("loss", "lr", "grad_norm", "slots_per_second", "coverage", "union_bytes", "memory_bytes")
+    for name in names:
         assert all(line[name] >= 0 for line in train), name
+    assert all(line["feature_bytes_read"] == line["union_bytes"] > 0 for line in train)
+    assert result.feature_bytes_read == sum(line["feature_bytes_read"] for line in train)
     assert [line["step"] for line in lines(config, "validation")] == [60, 120]
     assert list((config.out / "tensorboard").glob("events*"))
 
@@ -181,8 +184,8 @@ def test_non_finite_gradient_stops_the_run_and_saves_nothing(tmp_path, stage):
     read = trainer.corpus.rows
 
     def broken(refs, lengths, ranges):
-        rows = read(refs, lengths, ranges)
-        return rows * float("nan") if trainer.state.step >= 2 else rows
+        rows, count = read(refs, lengths, ranges)
+        return (rows * float("nan") if trainer.state.step >= 2 else rows), count
 
     trainer.corpus.rows = broken
     with pytest.raises(NonFiniteError, match=r"step \d+: gradient norm .* at learning rate"):
@@ -280,7 +283,7 @@ def test_block_sees_only_what_serving_will_have(tmp_path):
     anchors = torch.tensor([10, 13, 16, 30])  # 10, 13 and 16 overlap, block size 4
     blocks = build_blocks([tokens], [anchors], 4)
     plan = trainer._plan(blocks.layout)
-    rows = corpus.rows([corpus.train[0]], [tokens.length], plan.rows)
+    rows, _ = corpus.rows([corpus.train[0]], [tokens.length], plan.rows)
     axis = torch.cat([torch.arange(start, stop) for start, stop in plan.rows])
     positions = blocks.layout.positions[:, None] + torch.arange(4)
 

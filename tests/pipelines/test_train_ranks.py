@@ -95,6 +95,7 @@ def two_ranks(one_rank):
             placement="dealt",
             transport=["gather", "ring"],
             retain=1,
+            recompute="all",
         ),
         "three context ranks": shared(one_rank, "three", context_ranks=3),
         "five samples": make_run(one_rank.out.parent, out=one_rank.out.parent / "five", batch={"samples": 5}),
