@@ -150,10 +150,6 @@ def test_replicas_see_equally_many_held_out_batches_and_each_sample_once(folder)
     assert sorted(together) == sorted(alone)
 
 
-def test_uneven_batch_is_refused():
-    with pytest.raises(DataError, match=r"multiple of batch.micro x replicas = 3 x 1"):
-        BatchConfig(samples=4, micro=3).accumulation(1)
-
 
 def test_store_without_supervision_is_refused(tmp_path):
     store = make_store(tmp_path / "store", make_target(tmp_path / "target"), samples=3, prompt=1000)

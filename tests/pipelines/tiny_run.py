@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pipelines.keep import WindowRule, choose_rows, keep_dict
 from pipelines.runfile import RunConfig
 from pipelines.store import Manifest, StoreWriter, TokenSample
+from pipelines.store_schema import FEATURES, LAST
 from pipelines.target import config_fingerprint
 
 HIDDEN, VOCABULARY, TAPS, CYCLE = 32, 48, [1, 3], 16
@@ -39,9 +41,14 @@ def make_target(folder: Path, **changes: Any) -> Path:
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    table = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
-    save_file({"model.embed_tokens.weight": table}, folder / "model.safetensors")
+    tensors = {"model.embed_tokens.weight": embedding_table(), "model.norm.weight": torch.ones(HIDDEN)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def embedding_table() -> torch.Tensor:
+    """The target's tied embedding and head."""
+    return torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 def cycle_tokens(length: int, start: int) -> torch.Tensor:
@@ -59,9 +66,15 @@ def make_store(
     length: int = 40,
     prompt: int = 8,
     documents: int = 1,
+    rule: WindowRule | None = None,
+    last_hidden: bool = False,
     **manifest: Any,
 ) -> Path:
-    """`samples` samples of packed documents; each document of sample i has `length` + i % 3 tokens."""
+    """`samples` samples of packed documents; each document of sample i has `length` + i % 3 tokens.
+
+    With `rule` only the rows of windows are stored (of one document). The last hidden state at a token is the
+    head's row of the token that follows: the target is nearly certain of it.
+    """
     generator = torch.Generator().manual_seed(2)
     tap_table = torch.randn(CYCLE, len(TAPS) * HIDDEN, generator=generator)
     facts = Manifest(
@@ -72,6 +85,8 @@ def make_store(
             "target_layer_ids": TAPS,
             "hidden_size": HIDDEN,
             "dtype": "float32",
+            "keep": keep_dict(rule),
+            "last_hidden": last_hidden,
             **manifest,
         }
     )
@@ -82,7 +97,16 @@ def make_store(
             mask = torch.cat([torch.arange(len(part)) >= prompt for part in parts])
             starts = torch.tensor([0] + [len(part) for part in parts[:-1]]).cumsum(0)
             rows = tap_table[ids] + 0.1 * torch.randn(len(ids), tap_table.shape[1], generator=generator)
-            writer.add(TokenSample(f"sample-{i:03d}", ids, mask, starts, f"talk-{i // 2}"), rows)
+            name, talk = f"sample-{i:03d}", f"talk-{i // 2}"
+            if rule is None and not last_hidden:
+                writer.add(TokenSample(name, ids, mask, starts, talk), rows)
+                continue
+            kept = choose_rows(name, mask, len(ids), rule, last_hidden=last_hidden)
+            sample = TokenSample(name, ids, mask, starts, talk, **kept.fields(len(ids), rule))
+            last = (
+                embedding_table()[(5 * ids + 3) % CYCLE][kept.rows[LAST].indices()] if last_hidden else None
+            )
+            writer.add(sample, rows[kept.rows[FEATURES].indices()], last)
     return folder
 
 
