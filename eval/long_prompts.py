@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from eval.contexts import length_name, parse_contexts
 from eval.errors import EvalError
@@ -92,15 +94,16 @@ def write_long_prompts(options: LongPromptOptions) -> dict[str, Any]:
     }
 
 
-def render_long_prompts(result: Mapping[str, Any]) -> Table:
+def render_long_prompts(result: Mapping[str, Any]) -> Group:
     """Prompts by kind and length."""
-    table = Table(title=f"{result['prompts']} prompts in {result['out']}")
+    table = Table()
     table.add_column("kind")
     for name in next(iter(result["made"].values())):
         table.add_column(name, justify="right")
     for kind, counts in result["made"].items():
         table.add_row(kind, *map(str, counts.values()))
-    table.caption = (
-        f"at most {result['furthest_from_length']} tokens from their length; {result['reused']} share text"
+    text = (
+        f"{result['prompts']} prompts in {result['out']}, at most {result['furthest_from_length']} tokens "
+        f"from their length; {result['reused']} of them share text with an earlier one."
     )
-    return table
+    return Group(table, Text(text))

@@ -193,7 +193,7 @@ def _warnings(report: Report) -> list[str]:
 
 def _speed_warnings(name: str, method: Report) -> Iterator[str]:
     shown, speed = method["overall"]["claim"], method["overall"]["speed_up"]
-    if shown["text"] == "not shown":
+    if shown["text"] == "not shown" and speed["low"] is not None:
         needed = shown["prompts_needed"]
         more = f"; about {needed} prompts would show an effect of this size" if needed else ""
         yield (

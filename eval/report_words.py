@@ -62,7 +62,7 @@ def claim_text(claim: Report) -> str:
     """What the prompts show, and about how many would show an effect of this size."""
     if claim["prompts_needed"] is None:
         return str(claim["text"])
-    return f"{claim['text']}; needs about {claim['prompts_needed']}"
+    return f"{claim['text']}, needs about {claim['prompts_needed']} prompts"
 
 
 def p_value(p: float) -> str:

@@ -177,12 +177,12 @@ def claim(
     if not math.isfinite(value):
         return Claim(shown=False, text="not measured")
     if not math.isfinite(low):
-        return Claim(shown=False, text="too few prompts", prompts_needed=ENOUGH_PROMPTS)
+        return Claim(shown=False, text="not shown", prompts_needed=ENOUGH_PROMPTS)
     if low > no_effect or high < no_effect:
         word = words[value > no_effect]
         if n >= ENOUGH_PROMPTS:
             return Claim(shown=True, text=word)
-        return Claim(shown=False, text=f"{word}? too few prompts", prompts_needed=ENOUGH_PROMPTS)
+        return Claim(shown=False, text=f"{word}?", prompts_needed=ENOUGH_PROMPTS)
     effect, half = abs(value - no_effect), (high - low) / 2
     needed = max(ENOUGH_PROMPTS, math.ceil(n * (half / effect) ** 2)) if effect > half * 1e-3 else None
     return Claim(shown=False, text="not shown", prompts_needed=needed)

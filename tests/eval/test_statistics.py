@@ -132,7 +132,7 @@ def test_one_prompt_has_no_interval():
     assert np.isnan(alone.low)
     assert np.isnan(compare(draws(0, 1, 2.0), draws(1, 1, 2.0), seed=0).low)
     assert claim(1.2, alone.low, alone.high, 1, no_effect=1.0, words=("slower", "faster")).text == (
-        "too few prompts"
+        "not shown"
     )
 
 
@@ -165,7 +165,7 @@ def test_claim_needs_an_interval_without_the_null_and_enough_prompts():
     }
     assert claim(0.8, 0.7, 0.9, 40, **WORDS).text == "slower"
     few = claim(1.3, 1.1, 1.5, 19, **WORDS)
-    assert (few.shown, few.text, few.prompts_needed) == (False, "faster? too few prompts", 20)
+    assert (few.shown, few.text, few.prompts_needed) == (False, "faster?", 20)
 
 
 def test_prompts_needed_grow_with_the_square_of_the_width_over_the_effect():
