@@ -213,12 +213,41 @@ def export(
     run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
     out: Annotated[Path, typer.Argument(help="Folder of the drafter that engines load.")],
     which: Annotated[str, typer.Option(help="best, last, or the step of a checkpoint.")] = "best",
+    check: Annotated[
+        bool, typer.Option("--check", help="Serve it with vLLM afterwards; see `check`.")
+    ] = False,
+    min_acceptance: Annotated[float, typer.Option(help="Acceptance length that --check asks for.")] = 1.2,
+    json_file: JsonFile = None,
 ) -> None:
     """Write a checkpoint as a drafter ready to serve; refused when it would serve wrongly.
 
-    Example: python cli.py export runs/a runs/drafter --which last
+    Example: python cli.py export runs/a runs/drafter --which last --check
     """
     typer.echo(f"drafter at {_load('pipelines.exports:export_checkpoint')(run, which, out)}")
+    if check:
+        log = out.with_name(f"{out.name}-check.log")
+        options = _load("eval.serving_check:CheckOptions")(
+            drafter=out, min_acceptance=min_acceptance, log=log
+        )
+        _check(options, json_file)
+
+
+@_job("eval.serving_check:CheckOptions", arguments=("drafter",))
+def check(options: Any, json_file: JsonFile = None) -> None:
+    """Serve a drafter with vLLM and compare its drafts with the own loop's; exit 1 when they are no good.
+
+    Names likely causes, found by trying them: mask id, layers, positions, masks, missing parts.
+
+    Example: python cli.py check runs/a/export/best --min-acceptance 1.5
+    """
+    _check(options, json_file)
+
+
+def _check(options: Any, json_file: Path | None) -> None:
+    result = _load("eval.serving_check:run_check")(options)
+    _show(result, "eval.serving_check:render_check", json_file)
+    if not result.passed:
+        raise typer.Exit(1)
 
 
 @_job("pipelines.plan:PlanOptions")
