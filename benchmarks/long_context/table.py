@@ -20,9 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+
 from eval.decode import Step
 from eval.metrics import Ratio, break_even, ratio
-from eval.statistics import compare, estimate, estimate_break_even
+from eval.statistics import compare, estimate, estimate_break_even, interval, resampled_sums
 from pipelines.records import parse_record
 from pipelines.store import FeatureStore
 
@@ -79,6 +81,21 @@ def shared(first: list[Line], second: list[Line]) -> tuple[list[Line], list[Line
     return tuple([x for x in lines if x["item"] in items] for lines in (first, second))  # type: ignore[return-value]
 
 
+def change_of_difference(far: list[Line], near: list[Line], first: str, second: str) -> dict[str, float]:
+    """first - second at the longest length minus the same at the shortest, with its bootstrap interval."""
+    columns = np.array([
+        [*f["sums"][first], *f["sums"][second], *n["sums"][first], *n["sums"][second]]
+        for f, n in zip(far, near, strict=True)
+    ])  # fmt: skip
+
+    def change(sums_NC: Any) -> Any:
+        taus = sums_NC[..., 0::2] / sums_NC[..., 1::2]
+        return taus[..., 0] - taus[..., 1] - taus[..., 2] + taus[..., 3]
+
+    low, high = interval(change(resampled_sums(columns.astype(float), seed=SEED)))
+    return {"difference": float(change(columns.sum(0))), "low": low, "high": high}
+
+
 def figures(lines: list[Line], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """All tables of one set of prompts."""
     names = list(lines[0]["sums"])
@@ -105,6 +122,7 @@ def figures(lines: list[Line], pairs: list[tuple[str, str]]) -> dict[str, Any]:
             name: compare(acceptance(far, name), acceptance(near, name), seed=SEED).to_dict()
             for name in names
         },
+        "change_of_differences": {f"{a} - {b}": change_of_difference(far, near, a, b) for a, b in pairs},
         "categories": {
             kind: {
                 length: {
@@ -186,6 +204,8 @@ def markdown(result: dict[str, Any]) -> str:
             ]
             for v in lengths.values()
         ]
+        change = found["change_of_differences"]
+        rows.append(["longest - shortest", *(cell(change[pair], "difference") for pair in pairs)])
         parts.append(table(["context", *pairs], rows) + "\n")
     if result.get("timing"):
         names = [n for n in next(iter(result["timing"].values())) if n != "plain_seconds_per_token"]
