@@ -17,14 +17,14 @@ MIB = 2**20
 def test_long_sample_is_written_and_read_with_bounded_memory(tmp_path: Path) -> None:
     """65,536 tokens of the embedded target's shape, 360 MiB of rows.
 
-    A sample of 1,048,576 may cost the reader 1 GiB; this one is a sixteenth of it.
+    Code of libraries that is loaded on first use counts too, about 40 MiB whatever the length.
     """
-    result = run_bench_store(BenchStoreOptions(tokens=65536, folder=tmp_path))
+    result = run_bench_store(BenchStoreOptions(tokens=65536, window=1024, folder=tmp_path))
     assert result.write.bytes == 65536 * 5 * 576 * 2
-    assert (result.rows_wrong, result.rows_compared) == (0, 65536 + 64 * 2048)
+    assert (result.rows_wrong, result.rows_compared) == (0, 65536 + 64 * 1024)
     for passage in (result.write, result.read):
-        assert passage.peak_rss - passage.base_rss < 1024 / 16 * MIB
-    assert result.read.peak_rss < 1024 * MIB
+        assert passage.peak_rss - passage.base_rss < 96 * MIB
+    assert result.read.peak_rss < 512 * MIB
     assert list(tmp_path.iterdir()) == []
     assert "65,536" in str(render_bench_store(result).title)
     assert result.to_dict()["read"]["mb_per_second"] > 0
