@@ -14,7 +14,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = (["python", "cli.py"], ["longdraft"])
 
 # The job's own order: a command needs what the earlier ones made.
-ORDER = ["doctor", "target", "prompts", "capture", "train", "inspect", "export", "eval", "bench", "plan"]
+ORDER = [
+    "doctor",
+    "target",
+    "prompts",
+    "capture",
+    "train",
+    "inspect",
+    "export",
+    "eval",
+    "replay",
+    "bench",
+    "plan",
+]
 # Flags that shrink a documented command to the budget of a test; what the flag says last wins.
 SMALL = {
     "capture": ["--limit", "6", "--max-new-tokens", "24", "--kv-cache-gib", "1"],
