@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from drafter.kernels import fused
+
 
 class GroupedDynamicCausalConv(nn.Module):
     """Two convolutions around one sublayer, with coefficients from the sublayer's input.
@@ -55,6 +57,10 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_ABD: Tensor, base_OD: Tensor, delta_ABON: Tensor) -> Tensor:
         ctx.save_for_backward(x_ABD, base_OD, delta_ABON)
+        if fused(x_ABD):
+            from drafter.kernels import convolution
+
+            return convolution.convolve(x_ABD, base_OD, delta_ABON, None, x_ABD.dtype)
         y_ABD = _coefficients(base_OD, delta_ABON, 0).to(x_ABD.dtype) * x_ABD
         for tap in range(1, min(base_OD.shape[0], x_ABD.shape[1])):
             weights = _coefficients(base_OD, delta_ABON[:, tap:], tap).to(x_ABD.dtype)
@@ -64,6 +70,10 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_ABD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_ABD, base_OD, delta_ABON = ctx.saved_tensors
+        if fused(x_ABD):
+            from drafter.kernels import convolution
+
+            return convolution.convolve_gradients(gradient_ABD, x_ABD, base_OD, delta_ABON)
         groups = delta_ABON.shape[-1]
         grouped = (groups, x_ABD.shape[-1] // groups)
         grad_x = _coefficients(base_OD, delta_ABON, 0).to(x_ABD.dtype) * gradient_ABD

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from drafter.kernels import fused
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32 or wider."""
@@ -31,6 +33,12 @@ class RMSNorm(nn.Module):
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if fused(x):
+            from drafter.kernels.norm import norm
+
+            y, inverse = norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, inverse)
+            return y
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):  # it would take the statistics in half precision
             inverse = (torch.linalg.vecdot(wide, wide) / wide.shape[-1] + eps).rsqrt_().unsqueeze(-1)
@@ -40,6 +48,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
+        if inverse.ndim == 1 and x.ndim > 1:
+            from drafter.kernels.norm import norm_gradients
+
+            return *norm_gradients(gradient, x, weight, inverse), None
         size = x.shape[-1]
         wide, gradient = x.to(inverse.dtype), gradient.to(inverse.dtype)
         weighted = gradient * weight

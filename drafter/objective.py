@@ -28,7 +28,7 @@ from drafter.vocabulary import (
     ROW_TILE,
     VOCABULARY_TILE,
     candidate_logits,
-    cross_entropy,
+    cross_entropy_with_candidates,
     full_vocabulary,
     sampled_vocabulary,
     top_k,
@@ -177,8 +177,17 @@ def block_loss(
     labels_AK = labels_AK.clamp(0, len(head.head) - 1)
     labels_M = labels_AK[supervised_AK]
     sampled = 0 < objective.vocabulary_sample < len(head.head)
+    factor = 0.0 if drafter.candidate_selector is None else objective.selector_factor(step)
     slots = _score_slots(
-        objective, hidden_ABD[:, 1:][supervised_AK], labels_M, head, scale, generator, target, supervised_AK
+        objective,
+        hidden_ABD[:, 1:][supervised_AK],
+        labels_M,
+        head,
+        scale,
+        generator,
+        target,
+        supervised_AK,
+        drafter.config.selector_top_k if factor and not sampled else 0,
     )
     gold_M = torch.exp(-slots.ce)
     weights_AK = slot_weights(
@@ -186,12 +195,12 @@ def block_loss(
     )
     unary_loss = (weights_AK[supervised_AK] * slots.loss).sum()
 
-    factor = 0.0 if drafter.candidate_selector is None else objective.selector_factor(step)
     chosen_A = _choose_blocks(hidden_ABD, objective.selector_blocks_fraction if factor else 0.0, generator)
     seen_AK = supervised_AK & chosen_A.unsqueeze(1)
     predecessors_AK = torch.cat((anchor_ids_A.unsqueeze(1), labels_AK[:, :-1]), 1)
+    candidates = None if slots.candidates is None else slots.candidates[seen_AK[supervised_AK]]
     selector = _selector_sums(
-        drafter, hidden_ABD, predecessors_AK, labels_AK, seen_AK, weights_AK, head, objective
+        drafter, hidden_ABD, predecessors_AK, labels_AK, seen_AK, weights_AK, head, objective, candidates
     )
     selector_loss = selector.loss * (factor * len(chosen_A) / max(1, int(chosen_A.sum())))
     loss = unary_loss + selector_loss
@@ -228,14 +237,15 @@ def leading_run(hits_AK: Tensor) -> Tensor:
 
 @dataclass
 class _Slots:
-    """Supervised slots [M]: loss, cross entropy of the label, whether it is the draft's best token, and
-    figures to report beside.
+    """Supervised slots [M]: loss, cross entropy of the label, whether it is the draft's best token, figures
+    to report beside, and the best tokens [M, k] where they came with the rest.
     """
 
     loss: Tensor
     ce: Tensor
     best: Tensor
     further: dict[str, Tensor]
+    candidates: Tensor | None = None
 
 
 def _score_slots(
@@ -247,6 +257,7 @@ def _score_slots(
     generator: torch.Generator | None,
     target: TargetStates | None,
     supervised_AK: Tensor,
+    k: int,
 ) -> _Slots:
     row_tile, vocabulary_tile = objective.row_tile, objective.vocabulary_tile
     if objective.on_distribution:
@@ -272,10 +283,10 @@ def _score_slots(
         if sampled
         else full_vocabulary(labels_M, head)
     )
-    ce_M, best_M = cross_entropy(
-        rows_MD, vocabulary, scale, row_tile=row_tile, vocabulary_tile=vocabulary_tile
+    ce_M, best_M, candidates_Mk = cross_entropy_with_candidates(
+        rows_MD, vocabulary, scale, k, row_tile=row_tile, vocabulary_tile=vocabulary_tile
     )
-    return _Slots(_label_loss(objective, ce_M), ce_M, best_M, {})
+    return _Slots(_label_loss(objective, ce_M), ce_M, best_M, {}, candidates_Mk)
 
 
 def _label_loss(objective: ObjectiveConfig, ce_M: Tensor) -> Tensor:
@@ -318,6 +329,7 @@ def _selector_sums(
     weights_AK: Tensor,
     head: FrozenHead,
     objective: ObjectiveConfig,
+    candidates_Mk: Tensor | None,
 ) -> _SelectorSums:
     """Sum the cross entropy over the candidates, given the true predecessor, where one is the label."""
     nothing_AK = torch.zeros_like(seen_AK)
@@ -330,13 +342,14 @@ def _selector_sums(
     if not seen_AK.any():
         return _SelectorSums(loss, nothing_AK, nothing_AK, nothing_AK)
     rows_MD, labels_M = hidden_ABD[:, 1:][seen_AK], labels_AK[seen_AK]
-    candidates_Mk = top_k(
-        rows_MD.detach(),
-        head,
-        drafter.config.selector_top_k,
-        row_tile=objective.row_tile,
-        vocabulary_tile=objective.vocabulary_tile,
-    )
+    if candidates_Mk is None:
+        candidates_Mk = top_k(
+            rows_MD.detach(),
+            head,
+            drafter.config.selector_top_k,
+            row_tile=objective.row_tile,
+            vocabulary_tile=objective.vocabulary_tile,
+        )
     match_Mk = candidates_Mk == labels_M.unsqueeze(1)
     recalled_M = match_Mk.any(1)
     candidates_Nk, place_N = candidates_Mk[recalled_M], match_Mk[recalled_M].int().argmax(1)

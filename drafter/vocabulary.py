@@ -23,6 +23,7 @@ from torch import Tensor
 
 from drafter.frozen import FrozenHead, LogitScale
 from drafter.gather import gathered_dot
+from drafter.kernels import fused
 
 ROW_TILE = 512
 VOCABULARY_TILE = 2048
@@ -86,15 +87,40 @@ def cross_entropy(
     Peak extra memory is [M, D] for the kept gradient and row_tile * vocabulary_tile for a tile, both float32
     or wider. The probability of the label is exp(-CE).
     """
-    ce_M, best_M = _CrossEntropy.apply(hidden_MD, vocabulary, scale, (row_tile, vocabulary_tile))
+    ce_M, best_M, _ = _CrossEntropy.apply(hidden_MD, vocabulary, scale, (row_tile, vocabulary_tile), 0)
     return ce_M, best_M
+
+
+def cross_entropy_with_candidates(
+    hidden_MD: Tensor,
+    vocabulary: Vocabulary,
+    scale: LogitScale,
+    k: int,
+    *,
+    row_tile: int = ROW_TILE,
+    vocabulary_tile: int = VOCABULARY_TILE,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`cross_entropy`, and `top_k` [M, k] of `vocabulary` where the same products give it, else None."""
+    searched = k if fused(hidden_MD) else 0
+    ce_M, best_M, ids_Mk = _CrossEntropy.apply(
+        hidden_MD, vocabulary, scale, (row_tile, vocabulary_tile), searched
+    )
+    return ce_M, best_M, ids_Mk if searched else None
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, vocabulary: Vocabulary, scale: LogitScale, tile_sizes: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden_MD: Tensor,
+        vocabulary: Vocabulary,
+        scale: LogitScale,
+        tile_sizes: tuple[int, int],
+        k: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ids_Mk = torch.empty(len(hidden_MD), 0, dtype=torch.int64, device=hidden_MD.device)
+        if fused(hidden_MD):
+            return _CrossEntropy._fused(ctx, hidden_MD, vocabulary, scale, k)
         with torch.autocast(hidden_MD.device.type, enabled=False):
             wide = torch.promote_types(hidden_MD.dtype, torch.float32)
             differentiable = ctx.needs_input_grad[0]
@@ -113,13 +139,35 @@ class _CrossEntropy(torch.autograd.Function):
                     gradient_MD[rows] = tile.gradient(vocabulary.table)
         ctx.save_for_backward(gradient_MD)
         ctx.dtype = hidden_MD.dtype
-        ctx.mark_non_differentiable(best_M)
-        return ce_M, best_M
+        ctx.mark_non_differentiable(best_M, ids_Mk)
+        return ce_M, best_M, ids_Mk
 
     @staticmethod
-    def backward(ctx: Any, grad_ce_M: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def _fused(
+        ctx: Any, hidden_MD: Tensor, vocabulary: Vocabulary, scale: LogitScale, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from drafter.kernels.vocabulary import score
+
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            found = score(
+                hidden_MD,
+                vocabulary.table,
+                vocabulary.gold,
+                vocabulary.log_weights,
+                scale.multiplier,
+                scale.softcap,
+                k=k,
+                differentiable=ctx.needs_input_grad[0],
+            )
+        ctx.save_for_backward(found.gradient)
+        ctx.dtype = hidden_MD.dtype
+        ctx.mark_non_differentiable(found.best, found.candidates)
+        return found.ce, found.best, found.candidates
+
+    @staticmethod
+    def backward(ctx: Any, grad_ce_M: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_MD,) = ctx.saved_tensors
-        return (gradient_MD * grad_ce_M.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        return (gradient_MD * grad_ce_M.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
 class _RowTile:
