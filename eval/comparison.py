@@ -223,11 +223,11 @@ def _prompts_text(comparison: Report) -> Text:
 
 def _figures_table(comparison: Report) -> Table:
     table = Table(title="Figures on the prompts of both, [95 % interval over prompts]")
-    for name in ("method", "figure", "first", "second", "second − first", "p; adjusted", "shown"):
+    for name in ("method", "figure", "first", "second", "second − first", "p", "shown"):
         table.add_column(name)
     for pair in comparison["methods"]:
         name = pair["first"] if pair["first"] == pair["second"] else f"{pair['first']} / {pair['second']}"
-        for what, title in (("acceptance_length", "acceptance length"), ("speed_up", "speed-up")):
+        for what, title in (("acceptance_length", "τ"), ("speed_up", "speed-up")):
             figures = pair[what]
             values = (figure(figures["first"]), figure(figures["second"]))
             table.add_row(name, title, *values, *_difference_cells(figures["difference"]))
@@ -237,7 +237,7 @@ def _figures_table(comparison: Report) -> Table:
 def _difference_cells(difference: Report) -> tuple[str, str, str]:
     if difference["difference"] is None:
         return "–", "–", "–"
-    p = f"{p_value(difference['p_value'])}; {p_value(difference['p_value_adjusted'])}"
+    p = p_value(difference["p_value_adjusted"]).removeprefix("p = ")
     return signed(difference), p, claim_text(difference["claim"])
 
 
@@ -246,5 +246,5 @@ def _end(comparison: Report) -> Text:
     return Text(
         f"Plain decoding took {milliseconds(plain['first'])} and {milliseconds(plain['second'])} ms a token. "
         "Each speed-up is against plain decoding of its own run: a machine that was busier in one of them "
-        "does not count, as long as it was equally busy throughout."
+        "does not count, as long as it was equally busy throughout. p is adjusted (Holm)."
     )

@@ -183,9 +183,9 @@ def _warnings(report: Report) -> list[str]:
         for bucket, figures in method["contexts"].items()
         if figures["acceptance_length"]["n"] < FEW_PROMPTS
     }
-    found += [
-        f"context {bucket} rests on n = {n}, fewer than {FEW_PROMPTS} prompts" for bucket, n in few.items()
-    ]
+    if few:
+        counts = ", ".join(f"{bucket} (n = {n})" for bucket, n in few.items())
+        found.append(f"contexts that rest on fewer than {FEW_PROMPTS} prompts: {counts}")
     for name, method in report["methods"].items():
         found += _speed_warnings(name, method)
     return found
@@ -200,10 +200,13 @@ def _speed_warnings(name: str, method: Report) -> Iterator[str]:
             f"{name}: a speed-up of {speed['value']:.2f} is not shown, its interval from {speed['low']:.2f} "
             f"to {speed['high']:.2f} holds 1 (n = {speed['n']}{more})"
         )
+    below = []
     for bucket, figures in method["contexts"].items():
-        tau, even = figures["acceptance_length"], figures["break_even"]
-        if None not in (tau["value"], even["value"]) and tau["value"] < even["value"]:
-            yield (
-                f"{name}: at context {bucket} the acceptance length {tau['value']:.2f} is below break-even "
-                f"{even['value']:.2f}, so it decodes slower than plain decoding there"
-            )
+        tau, even = figures["acceptance_length"]["value"], figures["break_even"]["value"]
+        if None not in (tau, even) and tau < even:
+            below.append(f"{bucket} ({tau:.2f} below {even:.2f})")
+    if below:
+        yield (
+            f"{name}: slower than plain decoding where its acceptance length is below break-even, at context "
+            + ", ".join(below)
+        )

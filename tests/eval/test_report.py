@@ -152,7 +152,7 @@ def test_warnings_name_failures_first_then_what_n_cannot_support():
     )
     assert "1 of 3 greedy responses differ" in report["warnings"][0]
     assert "fewer than 20" in report["warnings"][1]
-    assert any("below break-even 2.00" in warning for warning in report["warnings"])
+    assert any("at context 0-2K (1.17 below 2.00)" in warning for warning in report["warnings"])
     text = markdown(report, [])
     assert text.index("| m | a | 1 | 3 | 1.50000 | DIFFERS |") < text.index("near tie |")
 
