@@ -159,9 +159,12 @@ def test_differences_name_what_changes_the_result_and_nothing_else():
     "recipe", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.stem
 )
 def test_recipes_are_valid_and_divide_over_eight_ranks(recipe):
-    config = load_run(recipe)
-    replicas = 8 if config.batch.samples % (8 * config.batch.micro) == 0 else 1
-    assert config.batch.accumulation(replicas) >= 1
+    batch = load_run(recipe).batch
+    if batch.unit != "samples":
+        assert batch.limit(8) * 8 <= batch.size
+        return
+    replicas = 8 if batch.size % (8 * batch.limit(8)) == 0 else 1
+    assert batch.accumulation(replicas) >= 1
 
 
 def test_every_key_is_described():
