@@ -135,13 +135,17 @@ class Engine:
     def replace(self, settings: EngineSettings, log: Path) -> None:
         """End the engine and start another one; there are never two in memory.
 
-        On a CPU the process stays, which saves half of a start; on a GPU only its end gives back all memory.
+        On a CPU the process stays, which saves most of a start, unless vLLM cannot start twice in it; on a
+        GPU only the end of the process gives back all memory.
 
         Raises:
             EngineFailure: as at the start.
         """
         if self.facts["platform"] == "cpu":
-            self._load(settings, log)
+            try:
+                self._load(settings, log)
+            except EngineFailure:
+                self._start(settings, log)
         else:
             self.stop()
             self._start(settings, log)

@@ -101,10 +101,13 @@ class Worker:
     def close(self) -> None:
         """Give back what the engine holds, so that another one can be loaded in this process."""
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.platforms import current_platform
 
         self._engine.engine_core.shutdown()
         del self._engine, self._scheduler
         cleanup_dist_env_and_memory()
+        # They stay registered; a second time vLLM 0.32 searches all modules and trips over llvmlite's.
+        current_platform.register_triton_kernel_overrides = lambda: None
 
     def generate(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode the prompts of a job with at most `concurrency` of them in flight."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 def main() -> None:
     target, drafter, prompt, count = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    import vllm
     from vllm import LLM, SamplingParams
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
-    from tests.drafter import vllm_dflash2_adapter
+    from eval.vllm_dflash2 import install
 
-    vllm_dflash2_adapter.install()
+    install(vllm.__version__)
     drafts = []
     propose = DFlashProposer.propose
 
