@@ -1,4 +1,4 @@
-"""The adapter says which vLLM it was made for and walks as the selector does; engines are in test_engines.py."""
+"""The adapter says which vLLM it was made for, and walks as the selector does; engines: test_engines.py."""
 
 from types import SimpleNamespace
 
