@@ -95,9 +95,73 @@ class PartBackward(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class OwnBlock(NamedTuple):
+    """The blocks' own rows, which every block row meets besides the context.
+
+    Attributes:
+        k, v: [A, B, G, E].
+        mask: bool [B, B], which slots (columns) of its own block a slot sees.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+
+
+class Begin(Protocol):
+    """Begin a softmax with the own blocks and one context part."""
+
+    def __call__(
+        self, q_GNE: Tensor, own: OwnBlock, k_TGE: Tensor, v_TGE: Tensor, ranges: KeyRanges
+    ) -> SoftmaxState: ...
+
+
+class BeginBackward(Protocol):
+    """Add the gradients of what `Begin` met to `dq_GNE`; return (dk_ABGE, dv_ABGE, dk_TGE, dv_TGE)."""
+
+    def __call__(
+        self,
+        dq_GNE: Tensor,
+        q_GNE: Tensor,
+        upstream: Upstream,
+        own: OwnBlock,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        ranges: KeyRanges,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
 class Backend(NamedTuple):
+    """One implementation of attention in parts; `csbp.backends` names those that exist."""
+
     forward: PartForward
     backward: PartBackward
+    begin: Begin
+    begin_backward: BeginBackward
+
+
+def composed(forward: PartForward, backward: PartBackward) -> Backend:
+    """A backend whose own blocks are met apart from the first context part."""
+
+    def begin(q_GNE: Tensor, own: OwnBlock, k_TGE: Tensor, v_TGE: Tensor, ranges: KeyRanges) -> SoftmaxState:
+        state = SoftmaxState.empty(q_GNE)
+        own_block_forward(state, q_GNE, *own)
+        forward(state, q_GNE, k_TGE, v_TGE, ranges)
+        return state
+
+    def begin_backward(
+        dq_GNE: Tensor,
+        q_GNE: Tensor,
+        upstream: Upstream,
+        own: OwnBlock,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        ranges: KeyRanges,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_own = own_block_backward(dq_GNE, q_GNE, upstream, *own)
+        return *of_own, *backward(dq_GNE, q_GNE, upstream, k_TGE, v_TGE, ranges)
+
+    return Backend(forward, backward, begin, begin_backward)
 
 
 def accumulator(x: Tensor) -> torch.dtype:
@@ -108,7 +172,7 @@ def pack(x_ABHE: Tensor, groups: int) -> Tensor:
     """[A, B, H, E] -> contiguous [G, N, E]: the rows that share a key/value head become one matrix."""
     A, B, H, E = x_ABHE.shape
     split = x_ABHE.reshape(A * B, groups, H // groups, E)
-    return split.permute(1, 0, 2, 3).reshape(groups, A * B * (H // groups), E)
+    return split.permute(1, 0, 2, 3).reshape(groups, A * B * (H // groups), E).contiguous()
 
 
 def unpack(x_GNE: Tensor, block_size: int, heads: int) -> Tensor:
@@ -282,4 +346,4 @@ def _accumulate(out_sGE: Tensor, x_Gns: Tensor, y_GnE: Tensor) -> None:
         out_sGE[:, g].addmm_(x_Gns[g].T, y_GnE[g])
 
 
-BACKENDS = {"torch": Backend(part_forward, part_backward)}
+TORCH = composed(part_forward, part_backward)

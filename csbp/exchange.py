@@ -40,9 +40,7 @@ class ExchangeRoute:
             )
             for peer in self._peers(me)
         }
-        state = SoftmaxState.empty(rows.q)
-        rows.own_forward(state)
-        rows.backend.forward(state, rows.q, k_TGE, v_TGE, self.ranges[me])
+        state = rows.begin(k_TGE, v_TGE, self.ranges[me])
         kept = []
         for peer, flight in flights.items():
             (borrowed,) = flight.wait()
@@ -68,13 +66,12 @@ class ExchangeRoute:
                 [(peer, torch.stack(part), "context_kv")],
                 [(peer, (2, self.lent[peer].numel(), *k_TGE.shape[1:]), dq)],
             )
-        own_block = rows.own_backward(dq, upstream)
-        dk, dv = rows.backend.backward(dq, rows.q, upstream, k_TGE, v_TGE, self.ranges[me])
+        dk_own, dv_own, dk, dv = rows.begin_backward(dq, upstream, k_TGE, v_TGE, self.ranges[me])
         for peer, flight in flights.items():
             (sums,) = flight.wait()
             dk.index_add_(0, self.lent[peer], sums[0])
             dv.index_add_(0, self.lent[peer], sums[1])
-        return Gradients(dq, *own_block, dk, dv)
+        return Gradients(dq, dk_own, dv_own, dk, dv)
 
     def _peers(self, me: int) -> list[int]:
         """Ranks with which rows are exchanged, in an order that pairs up on both sides."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csbp.attention import Backend, Upstream, own_block_mask, pack, unpack
+from csbp.attention import Backend, OwnBlock, Upstream, own_block_mask, pack, unpack
 from csbp.transport import BlockRows, Route, Wire
 from drafter.attention import LayerMask
 
@@ -32,7 +32,8 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         _, B, H, _ = q_ABHE.shape
         groups = k_ABGE.shape[2]
-        rows = BlockRows(pack(q_ABHE, groups), k_ABGE, v_ABGE, mask_BB, B * H // groups, backend)
+        own = OwnBlock(k_ABGE, v_ABGE, mask_BB)
+        rows = BlockRows(pack(q_ABHE, groups), own, B * H // groups, backend)
         state, kept = route.forward(wire, rows, k_TGE, v_TGE)
         output, lse = state.finish()
         ctx.save_for_backward(rows.q, k_ABGE, v_ABGE, k_TGE, v_TGE, mask_BB, output, lse, *kept)
@@ -45,7 +46,7 @@ class _Attend(torch.autograd.Function):
         do = pack(do_ABHE, q.shape[0])
         upstream = Upstream(do, (do * output).sum(-1), lse)
         rows_of_a_block = ctx.block_size * ctx.heads // q.shape[0]
-        rows = BlockRows(q, k_ABGE, v_ABGE, mask_BB, rows_of_a_block, ctx.backend)
+        rows = BlockRows(q, OwnBlock(k_ABGE, v_ABGE, mask_BB), rows_of_a_block, ctx.backend)
         grads = ctx.route.backward(ctx.wire, rows, upstream, k_TGE, v_TGE, kept)
         dq = unpack(grads.dq, ctx.block_size, ctx.heads)
         return (

@@ -27,10 +27,7 @@ class LocalRoute:
         self, wire: Wire, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor
     ) -> tuple[SoftmaxState, list[Tensor]]:
         del wire
-        state = SoftmaxState.empty(rows.q)
-        rows.own_forward(state)
-        rows.backend.forward(state, rows.q, k_TGE, v_TGE, self.ranges)
-        return state, []
+        return rows.begin(k_TGE, v_TGE, self.ranges), []
 
     def backward(
         self,
@@ -43,5 +40,4 @@ class LocalRoute:
     ) -> Gradients:
         del wire, kept
         dq = upstream.do.new_zeros(rows.q.shape, dtype=accumulator(rows.q))
-        dk, dv = rows.backend.backward(dq, rows.q, upstream, k_TGE, v_TGE, self.ranges)
-        return Gradients(dq, *rows.own_backward(dq, upstream), dk, dv)
+        return Gradients(dq, *rows.begin_backward(dq, upstream, k_TGE, v_TGE, self.ranges))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from csbp.attention import BACKENDS
+from csbp.backends import BACKENDS, load_backend
 from csbp.baselines import BASELINES, baseline
 from csbp.choice import Choice, Placement, choose
 from csbp.function import PlannedAttention
@@ -19,6 +19,7 @@ from csbp.routes import RouteBuilder, Transport
 from csbp.rows import RowSet
 from csbp.topology import Grid
 from csbp.transport import Wire
+from csbp.upload import upload
 from drafter.attention import LayerMask
 
 Mode = Literal["csbp", "cp", "replicated", "query-sharded"]
@@ -89,7 +90,7 @@ def plan_step(
             to two shards and sends the others again.
         wire: where bytes are counted; a fresh one by default.
         device: where the tensors of the step live.
-        backend: kernels of context parts, a name of `csbp.attention.BACKENDS`.
+        backend: kernels of context parts, a name of `csbp.backends.BACKENDS`.
 
     Raises:
         PlanError: a name is unknown, a baseline is asked for another placement or transport, or anchors do
@@ -115,7 +116,7 @@ def plan_step(
         layout=layout,
         own=choice.ownership.blocks[grid.context_rank],
         rows=(rows := _rows(builder, masks, choice)).ranges,
-        row_positions=_row_positions(layout, rows).to(device),
+        row_positions=upload(_row_positions(layout, rows), device),
         placement=choice.placement,
         transports=choice.transports,
         loss_scale=1 / grid.context_ranks if mode == "replicated" else 1.0,
@@ -135,7 +136,7 @@ def _check(
         ("mode", [mode], ("csbp", *BASELINES)),
         ("placement", [placement], ("auto", *get_args(Placement))),
         ("transport", asked, ("auto", *get_args(Transport))),
-        ("backend", [backend], tuple(BACKENDS)),
+        ("backend", [backend], BACKENDS),
     ):
         if unknown := sorted(set(values) - set(known)):
             raise PlanError(f"{name} must be one of {known}, found {unknown}")
@@ -180,7 +181,9 @@ def _seam(
     return PlannedAttention(
         tuple(masks),
         tuple(routes[layer] for layer in layers),
-        tuple(None if (index := projected[layer]) is None else index.to(builder.device) for layer in layers),
-        BACKENDS[backend],
+        tuple(
+            None if (index := projected[layer]) is None else upload(index, builder.device) for layer in layers
+        ),
+        load_backend(backend),
         wire,
     )

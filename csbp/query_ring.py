@@ -30,17 +30,17 @@ class QueryRingRoute:
         self, wire: Wire, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor
     ) -> tuple[SoftmaxState, list[Tensor]]:
         ranks, me = len(self.blocks), wire.grid.context_rank
-        home = SoftmaxState.empty(rows.q)
         query = rows.q
         kept: list[Tensor] = []
         behind: Pending | None = None
         for step in range(ranks):
             owner = (me - step) % ranks
             ahead = self._shift(wire, query, owner - 1, rows.rows_of_a_block) if step + 1 < ranks else None
-            state = home if step == 0 else SoftmaxState.empty(query)
             if step == 0:
-                rows.own_forward(home)
-            rows.backend.forward(state, query, k_TGE, v_TGE, self.ranges[owner])
+                state = home = rows.begin(k_TGE, v_TGE, self.ranges[owner])
+            else:
+                state = SoftmaxState.empty(query)
+                rows.backend.forward(state, query, k_TGE, v_TGE, self.ranges[owner])
             if behind is not None:
                 state.merge(_loaded(behind))
             if step:
@@ -64,19 +64,21 @@ class QueryRingRoute:
         ranks, me = len(self.blocks), wire.grid.context_rank
         dtype = accumulator(rows.q)
         home = upstream.do.new_zeros(rows.q.shape, dtype=dtype)
-        own_block = rows.own_backward(home, upstream)
-        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k_TGE, v_TGE))
         statistics = torch.stack([upstream.delta, upstream.lse], -1)
         visitor = torch.cat([upstream.do.to(dtype), statistics], -1)
         behind: Pending | None = None
         for step in range(ranks):
             owner = (me - step) % ranks
             ahead = self._shift(wire, visitor, owner - 1, rows.rows_of_a_block) if step + 1 < ranks else None
-            query = rows.q if step == 0 else kept[step - 1]
-            dq = home if step == 0 else torch.zeros_like(query, dtype=dtype)
-            arrived = Upstream(visitor[..., :-2], visitor[..., -2], visitor[..., -1])
-            part = rows.backend.backward(dq, query, arrived, k_TGE, v_TGE, self.ranges[owner])
-            dk, dv = dk.add_(part[0]), dv.add_(part[1])
+            if step == 0:
+                dq = home
+                dk_own, dv_own, dk, dv = rows.begin_backward(dq, upstream, k_TGE, v_TGE, self.ranges[owner])
+            else:
+                query = kept[step - 1]
+                dq = torch.zeros_like(query, dtype=dtype)
+                arrived = Upstream(visitor[..., :-2], visitor[..., -2], visitor[..., -1])
+                part = rows.backend.backward(dq, query, arrived, k_TGE, v_TGE, self.ranges[owner])
+                dk, dv = dk.add_(part[0]), dv.add_(part[1])
             if behind is not None:
                 dq.add_(behind.wait()[0])
             if step:
@@ -85,7 +87,7 @@ class QueryRingRoute:
                 (visitor,) = ahead.wait()
         if behind is not None:
             home.add_(behind.wait()[0])
-        return Gradients(home, *own_block, dk, dv)
+        return Gradients(home, dk_own, dv_own, dk, dv)
 
     def _shift(self, wire: Wire, cargo: Tensor, owner: int, per_block: int) -> Pending:
         """Pass `cargo` [G, N, *] to the right; receive that of `owner`'s blocks from the left."""

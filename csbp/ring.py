@@ -42,13 +42,14 @@ class RingRoute:
         ranks, me = len(self.sizes), wire.grid.context_rank
         cargo = self._load(rows, k_TGE, v_TGE)
         kept: list[Tensor] = []
-        state = SoftmaxState.empty(rows.q)
         for step in range(ranks):
             ahead = self._shift(wire, cargo, me - step - 1) if step + 1 < ranks else None
-            if step == 0:
-                rows.own_forward(state)
             k, v = cargo[0]
-            rows.backend.forward(state, rows.q, k, v, self.ranges[(me - step) % ranks])
+            ranges = self.ranges[(me - step) % ranks]
+            if step == 0:
+                state = rows.begin(k, v, ranges)
+            else:
+                rows.backend.forward(state, rows.q, k, v, ranges)
             if ahead is not None:
                 cargo = ahead.wait()
                 kept += cargo if step < self.retain else []
@@ -65,7 +66,6 @@ class RingRoute:
     ) -> Gradients:
         ranks, me = len(self.sizes), wire.grid.context_rank
         dq = upstream.do.new_zeros(rows.q.shape, dtype=accumulator(rows.q))
-        own_block = rows.own_backward(dq, upstream)
         cargo = self._load(rows, k_TGE, v_TGE)
         home: list[Tensor] = []
         behind: Pending | None = None
@@ -73,10 +73,14 @@ class RingRoute:
             moves = self.retain < step + 1 < ranks
             ahead = self._shift(wire, cargo, me - step - 1) if moves else None
             k, v = cargo[0]
-            part = rows.backend.backward(dq, rows.q, upstream, k, v, self.ranges[(me - step) % ranks])
+            ranges = self.ranges[(me - step) % ranks]
+            if step == 0:
+                dk_own, dv_own, dk, dv = rows.begin_backward(dq, upstream, k, v, ranges)
+            else:
+                dk, dv = rows.backend.backward(dq, rows.q, upstream, k, v, ranges)
             # A visiting block's K/V are seen by none of this rank's blocks: their gradient travels as it
             # came.
-            sums = [torch.stack(part), *(torch.zeros_like(block, dtype=dq.dtype) for block in cargo[1:])]
+            sums = [torch.stack([dk, dv]), *(torch.zeros_like(block, dtype=dq.dtype) for block in cargo[1:])]
             if behind is not None:
                 sums = [mine.add_(theirs) for mine, theirs in zip(sums, behind.wait(), strict=True)]
             if step == 0:
@@ -91,16 +95,16 @@ class RingRoute:
         if behind is not None:
             home = [mine.add_(theirs) for mine, theirs in zip(home, behind.wait(), strict=True)]
         if self.block_rows:
-            shape = rows.k.shape
-            own_block = tuple(own + away.view(shape) for own, away in zip(own_block, home[1], strict=True))
-        return Gradients(dq, *own_block, *home[0])
+            shape = rows.own.k.shape
+            dk_own, dv_own = dk_own + home[1][0].view(shape), dv_own + home[1][1].view(shape)
+        return Gradients(dq, dk_own, dv_own, *home[0])
 
     def _load(self, rows: BlockRows, k_TGE: Tensor, v_TGE: Tensor) -> list[Tensor]:
         """What leaves this rank first: [2, T, G, E] context K and V, and block rows alike if they travel."""
         context = torch.stack([k_TGE, v_TGE])
         if self.block_rows is None:
             return [context]
-        return [context, torch.stack([rows.k.flatten(0, 1), rows.v.flatten(0, 1)])]
+        return [context, torch.stack([rows.own.k.flatten(0, 1), rows.own.v.flatten(0, 1)])]
 
     def _shift(self, wire: Wire, cargo: Sequence[Tensor], owner: int) -> Pending:
         """Pass `cargo` to the right; receive `owner`'s of the same kind from the left."""

@@ -17,6 +17,7 @@ from csbp.ring import RingRoute
 from csbp.rows import RowSet
 from csbp.tiles import KeyRanges
 from csbp.transport import Route
+from csbp.upload import upload
 from csbp.visibility import key_ranges, seen
 from drafter.attention import LayerMask
 
@@ -85,7 +86,9 @@ class RouteBuilder:
         for peer in self._everyone:
             lends = self._borrowed(mask, lender=self.me, borrower=peer)
             borrows = mine if peer == self.me else self._borrowed(mask, lender=peer, borrower=self.me)
-            lent.append(self._nothing if peer == self.me else mine.rank_of(lends.indices()).to(self.device))
+            lent.append(
+                self._nothing if peer == self.me else upload(mine.rank_of(lends.indices()), self.device)
+            )
             borrowed.append(0 if peer == self.me else len(borrows))
             ranges.append(self._ranges(mask, self.me, borrows))
         return ExchangeRoute(tuple(lent), tuple(borrowed), tuple(ranges))

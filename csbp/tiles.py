@@ -11,11 +11,17 @@ Shape legend: A blocks, B rows of a block.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
+
+from csbp.upload import upload
+
+Kept = TypeVar("Kept")
 
 
 class TileSizes(NamedTuple):
@@ -64,25 +70,44 @@ class KeyRanges:
     Attributes:
         lo: int64 [A, B].
         hi: int64 [A].
+        on_host: the same two on the CPU, so that a plan for a GPU never has to ask it.
     """
 
     lo: Tensor
     hi: Tensor
-    _tiles: dict[int, list[Tile]] = field(default_factory=dict, repr=False, compare=False)
+    on_host: tuple[Tensor, Tensor] = field(default=None, repr=False, compare=False)  # type: ignore[assignment]
+    _kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.on_host is None:
+            object.__setattr__(self, "on_host", (self.lo.cpu(), self.hi.cpu()))
+
+    def to(self, device: torch.device | str) -> KeyRanges:
+        """The same ranges on `device`, whose copy is not waited for."""
+        lo, hi = self.on_host
+        return KeyRanges(upload(lo, device), upload(hi, device), self.on_host)
+
+    def keep(self, name: object, make: Callable[[], Kept]) -> Kept:
+        """What `make` makes of these ranges, made once: the layers of a step share their ranges."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        found: Kept = self._kept[name]
+        return found
 
     def tiles(self, rows: int) -> list[Tile]:
         """Rectangles that cover what is visible, thick enough for matrix products and nearly free of waste.
 
-        Computed once for blocks of `rows` packed rows: the layers of a step share their ranges.
+        Args:
+            rows: packed rows of a block.
         """
-        if rows not in self._tiles:
-            lo, last_lo, hi = self.lo[:, 0].tolist(), self.lo[:, -1].tolist(), self.hi.tolist()
-            sizes = TILE_SIZES[self.lo.device.type]
-            cells = _merge(_cells(lo, hi), rows, sizes)
-            self._tiles[rows] = [
-                tile for cell in cells for tile in _split(cell, rows, sizes.rows, lo, last_lo, hi)
-            ]
-        return self._tiles[rows]
+        return self.keep(("tiles", rows), lambda: self._make_tiles(rows))
+
+    def _make_tiles(self, rows: int) -> list[Tile]:
+        first, hi = self.on_host
+        lo, last_lo = first[:, 0].tolist(), first[:, -1].tolist()
+        sizes = TILE_SIZES[self.lo.device.type]
+        cells = _merge(_cells(lo, hi.tolist()), rows, sizes)
+        return [tile for cell in cells for tile in _split(cell, rows, sizes.rows, lo, last_lo, hi.tolist())]
 
 
 class _Cell(NamedTuple):

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from csbp.attention import Backend, SoftmaxState, Upstream, own_block_backward, own_block_forward
+from csbp.attention import Backend, OwnBlock, SoftmaxState, Upstream
+from csbp.tiles import KeyRanges
 from csbp.topology import Grid
 
 Kind = Literal["context_kv", "block_kv", "gradients", "other"]
@@ -130,25 +131,25 @@ class BlockRows:
 
     Attributes:
         q: [G, N, E], packed queries of this rank's blocks, unscaled.
-        k: [A, B, G, E], keys of the blocks' own rows.
-        v: [A, B, G, E], values of the blocks' own rows.
-        mask: bool [B, B], which slots of its own block a slot sees.
+        own: keys and values of the blocks' own rows.
         rows_of_a_block: packed rows of one block, B·M; a rank without blocks needs it too.
-        backend: the kernels of context parts.
+        backend: the kernels.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor
+    own: OwnBlock
     rows_of_a_block: int
     backend: Backend
 
-    def own_forward(self, state: SoftmaxState) -> None:
-        own_block_forward(state, self.q, self.k, self.v, self.mask)
+    def begin(self, k_TGE: Tensor, v_TGE: Tensor, ranges: KeyRanges) -> SoftmaxState:
+        """Meet the own blocks and a first context part."""
+        return self.backend.begin(self.q, self.own, k_TGE, v_TGE, ranges)
 
-    def own_backward(self, dq_GNE: Tensor, upstream: Upstream) -> tuple[Tensor, Tensor]:
-        return own_block_backward(dq_GNE, self.q, upstream, self.k, self.v, self.mask)
+    def begin_backward(
+        self, dq_GNE: Tensor, upstream: Upstream, k_TGE: Tensor, v_TGE: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Add to `dq_GNE`; return (dk_ABGE, dv_ABGE, dk_TGE, dv_TGE)."""
+        return self.backend.begin_backward(dq_GNE, self.q, upstream, self.own, k_TGE, v_TGE, ranges)
 
 
 class Gradients(NamedTuple):

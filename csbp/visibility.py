@@ -38,4 +38,4 @@ def key_ranges(
     """What `blocks` see of the compacted rows `rows`, as indices into them."""
     lo = rows.rank_of(first_visible(layout, mask)[blocks])
     hi = rows.rank_of(layout.anchors[blocks])
-    return KeyRanges(lo.to(device), hi.to(device))
+    return KeyRanges(lo, hi).to(device)

@@ -138,6 +138,8 @@ class LongStep:
             timed = Backend(
                 clock.timed("attention forward", backend.forward),
                 clock.timed("attention backward", backend.backward),
+                clock.timed("attention forward", backend.begin),
+                clock.timed("attention backward", backend.begin_backward),
             )
             attention = dataclasses.replace(plan.seam, backend=timed)
             labels, ids = self.labels[plan.own], self.anchor_ids[plan.own]
