@@ -150,7 +150,6 @@ def test_replicas_see_equally_many_held_out_batches_and_each_sample_once(folder)
     assert sorted(together) == sorted(alone)
 
 
-
 def test_store_without_supervision_is_refused(tmp_path):
     store = make_store(tmp_path / "store", make_target(tmp_path / "target"), samples=3, prompt=1000)
     with pytest.raises(DataError, match="0 supervised tokens in the 3 samples"):
