@@ -16,7 +16,7 @@ from pipelines.command_line import UsageError, with_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    "capture", "train", "eval", "target", "prompts", "inspect", "export", "plan", "summary", "doctor",
+    "capture", "train", "eval", "target", "prompts", "inspect", "export", "check", "plan", "summary", "doctor",
     "bench device", "bench memory", "bench exactness", "bench csbp",
 )  # fmt: skip
 
