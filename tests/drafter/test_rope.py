@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, AutoModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from drafter.config import ConfigError, DrafterConfig
 from drafter.dense import DenseAttention
 from drafter.frozen import embed_blocks
-from drafter.rope import Rotary, normalise_rope, position_limit
+from drafter.rope import Rotary, normalise_rope, position_limit, rotate
 from tests.drafter.tiny import TARGET, tiny_config, tiny_drafter, tiny_head
 
 ROPES = {
@@ -49,7 +49,7 @@ def test_cosines_equal_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("start", [0, 100_000, 1_048_000])
+@pytest.mark.parametrize("start", [0, 100_000, 1_048_000, 10_000_000])
 def test_angles_inside_a_block_are_relative_to_1e_5(kind, start):
     """G2, D4: the angle between two rows of one block, from cos and sin, against float64."""
     rotary = Rotary(ROPES[kind], 128, 1_048_576)
@@ -58,6 +58,81 @@ def test_angles_inside_a_block_are_relative_to_1e_5(kind, start):
     exact = torch.arange(16).double()[:, None] * rotary.frequencies
     error = torch.remainder(relative - exact + torch.pi, 2 * torch.pi) - torch.pi
     assert error.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_angles_themselves_are_right_to_ten_million(kind):
+    """Absolute cosines and sines against integer positions times exact float64 frequencies."""
+    rotary = Rotary(ROPES[kind], 64, 1 << 24)
+    positions = torch.tensor([0, 1, 2**20 - 1, 2**24 + 1, 10_000_001])  # 2^24 + 1 is no float32 number
+    exact = positions.double()[:, None] * rotary.frequencies
+    for found, expected in zip(rotary(positions, torch.float32), (exact.cos(), exact.sin()), strict=True):
+        assert (found[:, 0].double() - expected * rotary.scaling).abs().max() < 2e-7
+
+
+TARGET_ROPES = {
+    "llama, theta alone": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3": ("llama", {"rope_parameters": ROPES["llama3"]}),
+    "linear": ("llama", {"rope_parameters": ROPES["linear"]}),
+    "yarn": ("qwen3", {"rope_parameters": ROPES["yarn"]}),
+    "yarn without its original length": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
+    ),
+    "yarn with its own attention factor": (
+        "qwen3",
+        {"rope_parameters": {**ROPES["yarn"], "attention_factor": 0.9, "truncate": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TARGET_ROPES)
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_a_new_drafter_turns_as_its_target_does(name, limit):
+    """D4: frequencies and the factor on cosines are those of the target's own module.
+
+    Also where the drafter is given another position limit, and after its config went to disk and back.
+    """
+    kind, rope = TARGET_ROPES[name]
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=64,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        vocab_size=97,
+        max_position_embeddings=32768,
+        **rope,
+    )
+    own = AutoModel.from_config(config, dtype=torch.float32).rotary_emb
+    overrides = {} if limit is None else {"max_position_embeddings": limit}
+    made = DrafterConfig.for_target(config.to_dict(), mask_token_id=3, **overrides)
+    again = DrafterConfig.from_dict(made.to_dict())
+    for drafter in (made, again):
+        rotary = Rotary(drafter.rope, drafter.head_dim, drafter.max_position_embeddings)
+        assert torch.equal(rotary.frequencies.float(), own.inv_freq)
+        assert rotary.scaling == pytest.approx(own.attention_scaling)
+
+
+def test_scores_of_a_bfloat16_drafter_do_not_depend_on_where_it_stands():
+    """Queries and keys far out, rotated and then rounded to bfloat16: scores move by rounding alone.
+
+    Frequencies of eight bits would put all rows of a block at one angle there; scores would be off by 1.
+    """
+    drafter = tiny_drafter(tiny_config()).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(16, 1, 32, generator=generator).bfloat16() for _ in range(2))
+    scores = []
+    for start in (0, 1_048_000, 10_000_000):
+        angles = drafter.rotary(torch.arange(start, start + 16), torch.bfloat16)
+        turned = [rotate(x, *angles)[:, 0].double() for x in (q, k)]
+        scores.append(turned[0] @ turned[1].T / 32**0.5)
+    # each of 32 products is off by two roundings of 2^-9: a few times 2^-9 for scores of order 1
+    for far in scores[1:]:
+        assert (far - scores[0]).abs().max() < 0.06
+    assert (scores[0] - scores[0][:1]).abs().max() > 1
 
 
 def test_bfloat16_drafter_keeps_its_frequencies():
