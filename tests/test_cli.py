@@ -17,7 +17,8 @@ from pipelines.command_line import UsageError, with_flags
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "capture", "train", "eval", "replay", "target", "prompts", "inspect", "export", "check", "plan",
-    "summary", "doctor", "bench device", "bench memory", "bench exactness", "bench csbp", "bench long", "bench store",
+    "summary", "doctor", "bench device", "bench memory", "bench exactness", "bench csbp",
+    "bench long", "bench store",
 )  # fmt: skip
 
 
