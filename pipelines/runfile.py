@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from csbp.backends import BackendName
 from csbp.choice import Placement
 from csbp.footprint import Recompute
 from csbp.plan import Mode
@@ -79,6 +80,15 @@ class ParallelConfig(BaseModel):
         description="What the backward pass makes again instead of keeping it: `context` rows, chunk by "
         "chunk, which bounds them to features, keys and values; activations of `blocks`, layer by layer; "
         "`all`. Same gradients, less memory, more time.",
+    )
+    attention_backend: BackendName | Literal["auto"] = Field(
+        default="auto",
+        description="`triton` kernels on a GPU, `torch` the plain form, of the drafter's other kernels too; "
+        "`auto` takes `triton` for half precision on a GPU, and says why where it does not.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Only operations whose results do not depend on the order of parallel sums; slower.",
     )
     device: str = Field(
         default="auto",

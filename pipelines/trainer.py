@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csbp.backends import choose_backend, fix_order_of_sums
 from csbp.layout import BlockLayout
 from csbp.plan import StepPlan, plan_step
 from csbp.transport import Wire
+from drafter import kernels
 from drafter.model import Drafter
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
@@ -85,6 +87,8 @@ class Trainer:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.device = device = join_ranks()
+        if config.parallel.deterministic:
+            fix_order_of_sums()
         self.corpus = Corpus(config.data)
         require_same({"data (fingerprint of data.stores)": self.corpus.fingerprint})
         self.target = find_target(config.drafter, self.corpus)
@@ -94,6 +98,8 @@ class Trainer:
         self.corpus.check_reach(self.drafter.config, config.parallel.mode, config.objective)
         autocast = config.precision == "bf16"
         dtype = torch.bfloat16 if autocast else torch.float32
+        self._backend, self._fallback = choose_backend(config.parallel.attention_backend, device, dtype)
+        kernels.set_mode("never" if config.parallel.attention_backend == "torch" else "auto")
         on_distribution = config.objective.on_distribution
         head = make_head(self.corpus, self.target, device, dtype, output=on_distribution)
         self.grid = grid = make_grid(
@@ -147,6 +153,8 @@ class Trainer:
             ) as log,
             StopSignal() as stop,
         ):
+            if self._fallback and self.device.type == "cuda":
+                log.say(f"attention backend {self._backend}: {self._fallback}")
             batches = self.loader.train(self.state.step)
             try:
                 status = self._steps(batches, log, stop)
@@ -372,6 +380,7 @@ class Trainer:
             retain=parallel.retain,
             wire=self._wire,
             device=self.device,
+            backend=self._backend,
         )
 
     def _loss_text(self) -> str:

@@ -61,13 +61,14 @@ def query_gradient_kernel(
     SHARING: tl.constexpr,
     BLOCK: tl.constexpr,
     OWN: tl.constexpr,
+    PART: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     OWN_KEYS: tl.constexpr,
     WHOLE: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
 ):
-    """Add to dq, float32 [G, N, E], the share of a part's keys and, with OWN, of the own block's.
+    """Add to dq, float32 [G, N, E], the share of a part's keys (PART) and of the own block's (OWN).
 
     Program axes: tile of rows, group. do is [G, N, E] in the rows' type, lse and delta are float32 [G, N].
     The rest is as in `csbp.kernels.forward`.
@@ -97,21 +98,22 @@ def query_gradient_kernel(
             )  # fmt: skip
             dq = _query_gradient(dq, q, do, k, v, lse, delta, visible, factor, True)
 
-    begin, end, left, middle, steps, right = visible_runs(lo, hi, real, KEYS, WHOLE)
-    k_pointer += group * HEAD
-    v_pointer += group * HEAD
-    if WHOLE:
-        for step in range(steps):
-            k, v = whole_tile(
-                middle + step * KEYS, k_pointer, v_pointer, k_stride, v_stride, HEAD, WIDTH, KEYS
+    if PART:
+        begin, end, left, middle, steps, right = visible_runs(lo, hi, real, KEYS, WHOLE)
+        k_pointer += group * HEAD
+        v_pointer += group * HEAD
+        if WHOLE:
+            for step in range(steps):
+                k, v = whole_tile(
+                    middle + step * KEYS, k_pointer, v_pointer, k_stride, v_stride, HEAD, WIDTH, KEYS
+                )
+                dq = _query_gradient(dq, q, do, k, v, lse, delta, None, factor, False)
+        for step in tl.range(left + right, num_stages=EDGE_STAGES):
+            here = edge_start(step, begin, left, middle + steps * KEYS, KEYS)
+            k, v, visible = edge_tile(
+                here, end, lo, hi, k_pointer, v_pointer, k_stride, v_stride, HEAD, WIDTH, KEYS
             )
-            dq = _query_gradient(dq, q, do, k, v, lse, delta, None, factor, False)
-    for step in tl.range(left + right, num_stages=EDGE_STAGES):
-        here = edge_start(step, begin, left, middle + steps * KEYS, KEYS)
-        k, v, visible = edge_tile(
-            here, end, lo, hi, k_pointer, v_pointer, k_stride, v_stride, HEAD, WIDTH, KEYS
-        )
-        dq = _query_gradient(dq, q, do, k, v, lse, delta, visible, factor, True)
+            dq = _query_gradient(dq, q, do, k, v, lse, delta, visible, factor, True)
 
     before = load_rows(dq_pointer + start * HEAD, row, HEAD, real, HEAD, WIDTH, True)
     store_rows(dq_pointer + start * HEAD, row, HEAD, real, before + dq * scale, HEAD, WIDTH)

@@ -143,7 +143,7 @@ def forward_launch(
     return Launch(forward_kernel, shape.over_rows(tile), arguments, options)
 
 
-def query_gradient_launch(
+def query_gradient_launches(
     dq_GNE: Tensor,
     q_GNE: Tensor,
     upstream: Upstream,
@@ -151,8 +151,11 @@ def query_gradient_launch(
     v_TGE: Tensor,
     ranges: KeyRanges,
     own: OwnBlock | None,
-) -> Launch:
-    """The launch that adds a part's share, and with `own` the own block's, to `dq_GNE`."""
+) -> list[Launch]:
+    """Launches that add a part's share, and with `own` the own block's, to `dq_GNE`.
+
+    One launch for both, unless registers do not hold what both loops need.
+    """
     shape = _Shape.of(q_GNE, ranges)
     tile = shape.sizes.query_gradient
     k, v = _dense(k_TGE), _dense(v_TGE)
@@ -161,13 +164,15 @@ def query_gradient_launch(
         *(upstream.do, upstream.lse, upstream.delta, dq_GNE),
         *(shape.rows, k.stride(0), v.stride(0), shape.scale),
     )
-    options = {
-        **shape.options(tile),
-        **shape.edges(tile),
-        "OWN": own is not None,
-        "OWN_KEYS": shape.sizes.own_keys,
-    }
-    return Launch(query_gradient_kernel, shape.over_rows(tile), arguments, options)
+    options = {**shape.options(tile), **shape.edges(tile), "OWN_KEYS": shape.sizes.own_keys}
+    if own is None:
+        passes = [(False, True)]
+    else:
+        passes = [(True, True)] if shape.sizes.whole else [(True, False), (False, True)]
+    return [
+        Launch(query_gradient_kernel, shape.over_rows(tile), arguments, {**options, "OWN": a, "PART": b})
+        for a, b in passes
+    ]
 
 
 def key_gradient_launch(
@@ -222,7 +227,8 @@ def part_backward(
     _check(q_GNE)
     upstream = _prepared(upstream, q_GNE)
     if len(k_TGE):
-        query_gradient_launch(dq_GNE, q_GNE, upstream, k_TGE, v_TGE, ranges, None).run()
+        for launch in query_gradient_launches(dq_GNE, q_GNE, upstream, k_TGE, v_TGE, ranges, None):
+            launch.run()
     found = _two_like(k_TGE)
     key_gradient_launch(*found, q_GNE, upstream, k_TGE, v_TGE, ranges).run()
     return found
@@ -248,10 +254,11 @@ def begin_backward(
     v_TGE: Tensor,
     ranges: KeyRanges,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `csbp.attention.BeginBackward`; three launches."""
+    """See `csbp.attention.BeginBackward`."""
     _check(q_GNE)
     upstream = _prepared(upstream, q_GNE)
-    query_gradient_launch(dq_GNE, q_GNE, upstream, k_TGE, v_TGE, ranges, own).run()
+    for launch in query_gradient_launches(dq_GNE, q_GNE, upstream, k_TGE, v_TGE, ranges, own):
+        launch.run()
     of_own = _two_like(own.k)
     own_gradient_launch(*of_own, q_GNE, upstream, own, ranges).run()
     of_part = _two_like(k_TGE)
