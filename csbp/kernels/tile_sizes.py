@@ -1,7 +1,7 @@
 """How large a tile each attention kernel takes, by head size, width of an element and spread of the blocks.
 
-Chosen so that nothing spills and every product is a `wgmma` when compiled for sm_90 (`benchmarks/aot.py`
-prints registers and shared memory). How fast they are has to be measured (`benchmarks/gpu_step.py`).
+Chosen so that nothing spills and every product is a `wgmma` when compiled for sm_90. How fast they are has to
+be measured (`benchmarks/gpu_step.py`).
 """
 
 from __future__ import annotations
