@@ -54,7 +54,7 @@ _CAUSES = (
     ),
     ("out of memory", "the device ran out of memory: lower --concurrency or the length of prompts"),
     (
-        "is not supported for now",
+        "is not supported for now",  # vLLM's own words
         "this vLLM has no class for the target or for the drafter; use --backend hf",
     ),
     ("Head size", "the attention backend does not know this head size; use --backend hf"),
