@@ -1,6 +1,6 @@
 """How large a tile each attention kernel takes, by head size, width of an element and spread of the blocks.
 
-Chosen so that nothing spills and every product is a `wgmma` when compiled for sm_90. How fast they are has to
+Chosen to avoid spills and to make every product a `wgmma` when compiled for sm_90. How fast they are has to
 be measured (`benchmarks/gpu_step.py`).
 """
 
