@@ -40,14 +40,16 @@ class GroupedDynamicCausalConv(nn.Module):
         delta = self.kernel_projection(normed_ABD).unflatten(-1, (2, self.kernel_size, self.groups))
         return convolve(normed_ABD, self.base_kernel[0], delta[:, :, 0]), delta[:, :, 1]
 
-    def after(self, output_ABD: Tensor, delta_ABON: Tensor) -> Tensor:
-        """Convolve the sublayer's output [A, B, D]."""
-        return convolve(output_ABD, self.base_kernel[1], delta_ABON)
+    def after(self, output_ABD: Tensor, delta_ABON: Tensor, residual_ABD: Tensor) -> Tensor:
+        """Return the residual stream [A, B, D] plus the convolved output of the sublayer."""
+        return convolve(output_ABD, self.base_kernel[1], delta_ABON, residual_ABD)
 
 
-def convolve(x_ABD: Tensor, base_OD: Tensor, delta_ABON: Tensor) -> Tensor:
-    """Apply one convolution; no state passes from one block to the next."""
-    convolved: Tensor = _Convolve.apply(x_ABD, base_OD, delta_ABON)
+def convolve(
+    x_ABD: Tensor, base_OD: Tensor, delta_ABON: Tensor, residual_ABD: Tensor | None = None
+) -> Tensor:
+    """Apply one convolution and add the residual, if any; no state passes from one block to the next."""
+    convolved: Tensor = _Convolve.apply(x_ABD, base_OD, delta_ABON, residual_ABD)
     return convolved
 
 
@@ -55,25 +57,30 @@ class _Convolve(torch.autograd.Function):
     """Keeps x and delta only; the [A, B, O, D] coefficients exist one tap at a time."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_ABD: Tensor, base_OD: Tensor, delta_ABON: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x_ABD: Tensor, base_OD: Tensor, delta_ABON: Tensor, residual_ABD: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x_ABD, base_OD, delta_ABON)
         if fused(x_ABD):
             from drafter.kernels import convolution
 
-            return convolution.convolve(x_ABD, base_OD, delta_ABON, None, x_ABD.dtype)
+            dtype = x_ABD.dtype if residual_ABD is None else torch.result_type(residual_ABD, x_ABD)
+            return convolution.convolve(x_ABD, base_OD, delta_ABON, residual_ABD, dtype)
         y_ABD = _coefficients(base_OD, delta_ABON, 0).to(x_ABD.dtype) * x_ABD
         for tap in range(1, min(base_OD.shape[0], x_ABD.shape[1])):
             weights = _coefficients(base_OD, delta_ABON[:, tap:], tap).to(x_ABD.dtype)
             y_ABD[:, tap:].addcmul_(weights, x_ABD[:, :-tap])
-        return y_ABD
+        return y_ABD if residual_ABD is None else residual_ABD + y_ABD
 
     @staticmethod
-    def backward(ctx: Any, gradient_ABD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient_ABD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         x_ABD, base_OD, delta_ABON = ctx.saved_tensors
+        grad_residual = gradient_ABD if ctx.needs_input_grad[3] else None
         if fused(x_ABD):
             from drafter.kernels import convolution
 
-            return convolution.convolve_gradients(gradient_ABD, x_ABD, base_OD, delta_ABON)
+            return *convolution.convolve_gradients(gradient_ABD, x_ABD, base_OD, delta_ABON), grad_residual
+        gradient_ABD = gradient_ABD.to(x_ABD.dtype)
         groups = delta_ABON.shape[-1]
         grouped = (groups, x_ABD.shape[-1] // groups)
         grad_x = _coefficients(base_OD, delta_ABON, 0).to(x_ABD.dtype) * gradient_ABD
@@ -87,7 +94,7 @@ class _Convolve(torch.autograd.Function):
             product = upstream * source
             grad_base[tap] = product.sum((0, 1))
             grad_delta[:, tap:, tap] = product.unflatten(-1, grouped).sum(-1)
-        return grad_x, grad_base, grad_delta
+        return grad_x, grad_base, grad_delta, grad_residual
 
 
 def _coefficients(base_OD: Tensor, delta_ABON: Tensor, tap: int) -> Tensor:

@@ -25,6 +25,7 @@ from drafter.convolution import GroupedDynamicCausalConv
 from drafter.norm import RMSNorm
 from drafter.rope import Rotary, rotate
 from drafter.selector import CandidateSelector
+from drafter.swiglu import SwiGLU
 
 INITIALIZER_STD = 0.02
 
@@ -70,18 +71,6 @@ class Attention(nn.Module):
         return rotate(self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim))), *angles)
 
 
-class SwiGLU(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        mixed: Tensor = self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return mixed
-
-
 class Layer(nn.Module):
     """Attention and MLP, each between the two halves of a convolution in DFlash2."""
 
@@ -109,13 +98,14 @@ class Layer(nn.Module):
         """Return the layer's output from its input and what attention mixed."""
         rows = self.self_attn.o_proj(mixed_ABHE.flatten(-2))
         if self.attention_conv is not None and delta is not None:
-            rows = self.attention_conv.after(rows, delta)
-        h_ABD = h_ABD + rows
+            h_ABD = self.attention_conv.after(rows, delta, h_ABD)
+        else:
+            h_ABD = h_ABD + rows
         rows = self.post_attention_layernorm(h_ABD)
         if self.mlp_conv is None:
             return h_ABD + self.mlp(rows)
         rows, delta = self.mlp_conv.before(rows)
-        return h_ABD + self.mlp_conv.after(self.mlp(rows), delta)
+        return self.mlp_conv.after(self.mlp(rows), delta, h_ABD)
 
     def forward(
         self,

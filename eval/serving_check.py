@@ -31,7 +31,7 @@ from eval.prompts import load_prompts, render
 from eval.sampling import Sampling
 from eval.target import Target, stop_tokens
 from eval.variations import Variation, taps_needed, variations
-from eval.vllm_engine import Engine, EngineSettings, Generated
+from eval.vllm_engine import Engine, EngineSettings, Generated, room_for
 from pipelines.target import load_tokenizer, resolve_target, target_config
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def run_check(options: CheckOptions, serve: Serve | None = None) -> CheckResult:
         candidates=config.version == 2,
         drafts=config.num_drafts,
         dtype=options.dtype,
-        max_model_len=max(map(len, prompts)) + options.max_new_tokens + config.block_size,
+        max_model_len=room_for(max(map(len, prompts)) + options.max_new_tokens, config.block_size),
         max_concurrent=1,
         stop_token_ids=sorted(limits.stop_ids),
         seed=0,
@@ -265,7 +265,7 @@ class _Judge:
         as_exported = share(None)
         shares = {variation: share(variation) for variation in self._variations()}
         best = max(shares, key=shares.__getitem__)
-        if shares[best] < max(self._options.min_agreement, as_exported + 0.1):
+        if shares[best] < max(self._options.min_agreement, (1 + as_exported) / 2):
             return [
                 f"none of {len(shares)} variations of the own loop drafts as the engine does; look for a "
                 "quantised drafter, or an engine release with another implementation"
@@ -300,7 +300,7 @@ def _prompts(
     """Token ids of the prompts' first turns, and of one that is longer than a sliding layer looks back."""
     loaded = load_prompts(options.data, limit=options.prompts, seed=0)
     asked = [render(tokenizer, [*p.history, {"role": "user", "content": p.turns[0]}], {}) for p in loaded]
-    room = int(target["max_position_embeddings"]) - options.max_new_tokens - config.block_size
+    room = int(target["max_position_embeddings"]) - room_for(options.max_new_tokens, config.block_size)
     too_long = [len(ids) for ids in asked if len(ids) > room]
     if too_long:
         raise EvalError(

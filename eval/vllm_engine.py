@@ -65,6 +65,14 @@ class EngineFailure(EvalError):  # noqa: N818 an engine that failed, told as an 
     """vLLM could not be started or died: what it said, the likely cause, and where its log is."""
 
 
+def room_for(tokens: int, block: int) -> int:
+    """The `max_model_len` with which a sequence of `tokens` is drafted for to its end.
+
+    vLLM drafts zeros where the verified block and another one behind it do not fit any more.
+    """
+    return tokens + 2 * block
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """What an engine is started with.
@@ -73,9 +81,9 @@ class EngineSettings:
         target: checkpoint folder.
         method: "plain", "ngram" or "dflash".
         drafter: folder of the drafter for "dflash".
-        candidates: the drafter is DFlash2, which a CPU serves with `eval.vllm_dflash2`.
+        candidates: the drafter is DFlash2, which a CPU serves with `eval.vllm_dflash_cpu`.
         drafts: tokens that a step proposes.
-        max_model_len: longest prompt plus response, in tokens.
+        max_model_len: of sequences in the engine, see `room_for`.
         max_concurrent: sequences that run at once.
         engine_arguments: further arguments of `vllm.EngineArgs`.
     """

@@ -30,7 +30,7 @@ from eval.prompts import Message, Prompt, ids_hash, render
 from eval.responses import PLAIN, Response, Turn, failed
 from eval.sampling import Sampling
 from eval.target import Target, stop_tokens
-from eval.vllm_engine import Engine, EngineSettings
+from eval.vllm_engine import Engine, EngineSettings, room_for
 from pipelines.target import load_tokenizer, target_config
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class EngineEvaluation:
             candidates=False,
             drafts=block - 1,
             dtype=options.dtype,
-            max_model_len=min(self._positions, self._longest + self._limits.max_new_tokens + block),
+            max_model_len=min(self._positions, room_for(self._longest + self._limits.max_new_tokens, block)),
             max_concurrent=max(options.concurrency),
             stop_token_ids=sorted(self._limits.stop_ids),
             seed=options.seed,

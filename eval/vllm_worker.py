@@ -83,10 +83,10 @@ class Worker:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         on_cpu = current_platform.is_cpu()
-        if on_cpu and settings["candidates"]:
-            from eval.vllm_dflash2 import install
+        if on_cpu and settings["method"] == "dflash":
+            from eval.vllm_dflash_cpu import install
 
-            install(vllm.__version__)
+            install(vllm.__version__, candidates=settings["candidates"])
         arguments = EngineArgs(**engine_arguments(settings, on_cpu=on_cpu))
         self._engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
         self._scheduler = self._engine.engine_core.engine_core.scheduler

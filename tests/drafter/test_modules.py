@@ -34,6 +34,11 @@ def test_convolution(blocks, rows, taps):
     assert_equals_plain(convolve, plain.convolve, inputs)
 
 
+def test_convolution_beside_a_residual():
+    inputs = leaves((2, 4, 8), (2, 8), (2, 4, 2, 2), (2, 4, 8))
+    assert_equals_plain(convolve, lambda x, b, d, rest: rest + plain.convolve(x, b, d), inputs)
+
+
 def test_convolution_of_no_blocks():
     x, base, delta = leaves((0, 4, 8), (2, 8), (0, 4, 2, 2))
     convolve(x, base, delta).sum().backward()
@@ -45,7 +50,7 @@ def test_new_convolution_is_the_identity():
     rows = torch.randn(2, 3, 8)
     convolved, delta = module.before(rows)
     assert torch.equal(convolved, rows)
-    assert torch.equal(module.after(rows, delta), rows)
+    assert torch.equal(module.after(rows, delta, rows), 2 * rows)
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 4, 6), (1, 5)])

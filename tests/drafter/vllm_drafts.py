@@ -14,9 +14,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
-    from eval.vllm_dflash2 import install
+    from eval.vllm_dflash_cpu import install
 
-    install(vllm.__version__)
+    install(vllm.__version__, candidates=True)
     drafts = []
     propose = DFlashProposer.propose
 

@@ -5,9 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from drafter.convolution import convolve
-from drafter.frozen import FrozenHead, LogitScale
+from drafter.dense import DenseAttention
+from drafter.frozen import FrozenHead, LogitScale, embed_blocks
+from drafter.kernels import mode
 from drafter.norm import _RmsNorm
 from drafter.vocabulary import Vocabulary, cross_entropy, full_vocabulary, top_k
+from tests.drafter.tiny import tiny_config, tiny_drafter, tiny_head
 
 
 def close(found, wanted):
@@ -109,3 +112,45 @@ def test_chunks_are_equal_and_bounded(kernels):
     assert chunk_rows(100, 248320, 2) == 128
     assert chunk_rows(1, 10**9, 2) == 128
     assert chunk_rows(0, 100, 4) == 1
+
+
+def test_a_drafter_on_its_kernels_is_the_plain_one(kernels, monkeypatch):
+    """Norms, gates and convolutions with the residual stream, forward and backward, in place in the model."""
+    config = tiny_config(2)
+    drafter, head = tiny_drafter(config), tiny_head()
+    features = torch.randn(20, config.feature_width, generator=torch.Generator().manual_seed(0))
+    anchors = torch.tensor([6, 13, 20])
+
+    def run(name):
+        attention = DenseAttention(
+            anchors, torch.zeros_like(anchors), len(features), config.block_size, config.layer_masks
+        )
+        with mode(name):
+            hidden = drafter(
+                drafter.fuse(features),
+                torch.arange(len(features)),
+                embed_blocks(head, config, anchors),
+                anchors[:, None] + torch.arange(config.block_size),
+                attention,
+            )
+            return hidden, torch.autograd.grad(hidden.square().mean(), used)
+
+    used = [p for n, p in drafter.named_parameters() if not n.startswith("candidate_selector")]
+    wanted, wanted_gradients = run("never")
+    calls = counted(monkeypatch, kernels["swiglu"], "swiglu")
+    found, gradients = run("always")
+    assert len(calls) == config.num_hidden_layers
+    close(found, wanted)
+    for a, b in zip(gradients, wanted_gradients, strict=True):
+        close(a, b)
+
+
+def counted(monkeypatch, module, name):
+    calls, function = [], getattr(module, name)
+
+    def spy(*args):
+        calls.append(name)
+        return function(*args)
+
+    monkeypatch.setattr(module, name, spy)
+    return calls

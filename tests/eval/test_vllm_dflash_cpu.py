@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafter.proposal import propose
-from eval.vllm_dflash2 import SUPPORTED, UnsupportedVersionError, install, walk
+from eval.vllm_dflash_cpu import SUPPORTED, UnsupportedVersionError, install, walk
 from eval.vllm_engine import ENDED, explain
 from tests.drafter.tiny import tiny_config, tiny_drafter, tiny_head
 
@@ -16,7 +16,7 @@ def test_other_versions_are_refused_with_what_to_do(version):
     with pytest.raises(
         UnsupportedVersionError, match=rf"vLLM {SUPPORTED[-1]}, found {version}.*--backend hf"
     ):
-        install(version)
+        install(version, candidates=True)
 
 
 def test_walk_drafts_what_the_selector_drafts():

