@@ -37,7 +37,7 @@ class Pending:
 
     def wait(self) -> list[Tensor]:
         """Block until every message arrived and every buffer may be reused."""
-        self._wire.finish(self._works)
+        self._wire.finish(self._works, on_gpu=any(x.is_cuda for x in (*self._sent, *self._got)))
         self._sent = ()
         return self._got
 
@@ -49,7 +49,7 @@ class Wire:
         grid: who is where.
         sent: bytes that this rank has sent, by kind. K/V rows count together with their gradients;
             `gradients` are those of parameters; queries and partial outputs are `other`.
-        waited: seconds spent blocked on peers.
+        waited: seconds that this process was blocked on peers; on a GPU the stream waits in its place.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -93,11 +93,19 @@ class Wire:
             raise self._broken(error) from error
         return Pending(self, works, held, got)
 
-    def finish(self, works: Sequence[dist.Work]) -> None:
+    def finish(self, works: Sequence[dist.Work], *, on_gpu: bool = False) -> None:
+        """Wait for messages. On a GPU the current stream waits, and this process goes on.
+
+        There a time limit would hold the process until rows are here, and the GPU would run out of work. The
+        process group's own watchdog ends a run whose peer is lost.
+        """
         began = time.perf_counter()
         try:
             for work in works:
-                work.wait(self.grid.timeout)
+                if on_gpu:
+                    work.wait()
+                else:
+                    work.wait(self.grid.timeout)
         except RuntimeError as error:
             raise self._broken(error) from error
         finally:

@@ -15,6 +15,8 @@ from drafter.model import Drafter
 from drafter.objective import leading_run
 from drafter.vocabulary import all_logits, candidate_logits, top_k
 
+_SCORED_CANDIDATES = 16  # of a DFlash slot, when a draft is to be told how sure it is
+
 
 @dataclass
 class Proposal:
@@ -26,11 +28,14 @@ class Proposal:
             DFlash, whose proposal is over the whole vocabulary in order.
         probabilities: [A, K, k] in DFlash2 and [A, K, V] in DFlash, what each draft was drawn from given the
             drafts before it; None at temperature 0, where each draft has probability one.
+        scores: [A, K, 2], log-probabilities of each draft among its slot's candidates: by the selector's
+            scores and by unary logits (the same twice in DFlash); None unless asked for.
     """
 
     ids: Tensor
     candidates: Tensor | None = None
     probabilities: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @torch.no_grad()
@@ -41,6 +46,8 @@ def propose(
     head: FrozenHead,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    *,
+    scored: bool = False,
 ) -> Proposal:
     """Draft slots 1 .. B - 1 of each block.
 
@@ -55,16 +62,26 @@ def propose(
         head: the target's frozen tables.
         temperature: 0 for the best token.
         generator: source of randomness.
+        scored: also tell how sure each draft is; a DFlash that samples does not.
     """
     rows_AKD = hidden_ABD[:, 1:]
     if drafter.candidate_selector is not None:
-        return _walk(drafter, rows_AKD, anchor_ids_A, head, temperature, generator)
+        return _walk(drafter, rows_AKD, anchor_ids_A, head, temperature, generator, scored=scored)
     if temperature <= 0:
-        best = top_k(rows_AKD.flatten(0, 1), head, 1)
-        return Proposal(best.view(rows_AKD.shape[:2]))
+        return _best(drafter, rows_AKD, head, scored=scored)
     logits_AKV = all_logits(rows_AKD, head, LogitScale.of(drafter.config))
     probabilities = torch.softmax(logits_AKV / temperature, -1)
     return Proposal(_draw(probabilities, generator), None, probabilities)
+
+
+def _best(drafter: Drafter, rows_AKD: Tensor, head: FrozenHead, *, scored: bool) -> Proposal:
+    shape, flat = rows_AKD.shape[:2], rows_AKD.flatten(0, 1)
+    if not scored:
+        return Proposal(top_k(flat, head, 1).view(shape))
+    candidates = top_k(flat, head, _SCORED_CANDIDATES)
+    logits = candidate_logits(flat, head, candidates, LogitScale.of(drafter.config))
+    score_AK = logits.log_softmax(-1)[:, 0].view(shape)
+    return Proposal(candidates[:, 0].view(shape), scores=score_AK.unsqueeze(-1).expand(*shape, 2))
 
 
 def _walk(
@@ -74,6 +91,8 @@ def _walk(
     head: FrozenHead,
     temperature: float,
     generator: torch.Generator | None,
+    *,
+    scored: bool,
 ) -> Proposal:
     assert drafter.candidate_selector is not None
     shape = (*rows_AKD.shape[:2], drafter.config.selector_top_k)
@@ -81,7 +100,7 @@ def _walk(
     candidates = top_k(flat, head, shape[2])
     unary_AKk = candidate_logits(flat, head, candidates, LogitScale.of(drafter.config)).view(shape)
     candidates_AKk = candidates.view(shape)
-    previous_A, path, drawn_from = anchor_ids_A, [], []
+    previous_A, path, drawn_from, sure = anchor_ids_A, [], [], []
     for slot in range(shape[1]):
         candidates_Ak = candidates_AKk[:, slot]
         scores_Ak = drafter.candidate_selector.scores(
@@ -94,8 +113,16 @@ def _walk(
             place_A = scores_Ak.argmax(-1)
         previous_A = candidates_Ak.gather(1, place_A.unsqueeze(1)).squeeze(1)
         path.append(previous_A)
+        if scored:
+            both_2Ak = torch.stack([scores_Ak, unary_AKk[:, slot].to(scores_Ak.dtype)]).log_softmax(-1)
+            sure.append(both_2Ak.gather(2, place_A.expand(2, -1).unsqueeze(2)).squeeze(2).T)
     ids = torch.stack(path, 1)
-    return Proposal(ids, candidates_AKk, torch.stack(drawn_from, 1) if drawn_from else None)
+    return Proposal(
+        ids,
+        candidates_AKk,
+        torch.stack(drawn_from, 1) if drawn_from else None,
+        torch.stack(sure, 1) if sure else None,
+    )
 
 
 def _draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -19,6 +19,7 @@ from drafter.frozen import FrozenHead
 from drafter.model import Drafter
 from drafter.proposal import propose
 from eval.batch_drafter import BatchBlockDrafter
+from eval.draft_length import DraftLength
 from eval.errors import EvalError
 from eval.sampling import Draft, Sampling
 
@@ -28,9 +29,20 @@ class BlockDrafter:
 
     The prompt's context keys and values are computed while the prompt is read, so they count as prefill; a
     step projects only the rows that the last verify added.
+
+    Attributes:
+        length: cuts the drafts that are not worth verifying; None keeps all.
     """
 
-    def __init__(self, model: Drafter, head: FrozenHead, *, name: str, block: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Drafter,
+        head: FrozenHead,
+        *,
+        name: str,
+        block: int | None = None,
+        length: DraftLength | None = None,
+    ) -> None:
         config = model.config
         self.name = name
         self.taps = tuple(config.target_layer_ids)
@@ -40,6 +52,7 @@ class BlockDrafter:
                 f"block is {self.block}, but drafter {name} was trained with {config.block_size} rows: take "
                 f"2 to {config.block_size} (a shorter block than trained works, a longer one does not)"
             )
+        self.length = length
         self._model = model.eval()
         self._head = head
         self._sampling = Sampling()
@@ -64,17 +77,28 @@ class BlockDrafter:
             self._pending_RF = features_RF
 
     def draft(self, anchor: Tensor, count: int) -> Draft:
-        """Propose `count` tokens; only the temperature of the request is applied to the proposal."""
+        """Propose `count` tokens or fewer; only the temperature of the request is applied to the proposal."""
         hidden_1BD = draft_hidden(
             self._model, self._cache, self._pending_RF, anchor, self._head, block_size=count + 1
         )
         self._pending_RF = self._pending_RF[:0]
         temperature = max(self._sampling.temperature, 0.0)
-        proposal = propose(self._model, hidden_1BD, anchor, self._head, temperature, self._generator)
+        proposal = propose(
+            self._model,
+            hidden_1BD,
+            anchor,
+            self._head,
+            temperature,
+            self._generator,
+            scored=self.length is not None,
+        )
+        if self.length is not None and proposal.scores is not None:
+            count = self.length.choose(proposal.scores[0])
+        ids = proposal.ids[0, :count]
         if proposal.probabilities is None:
-            return Draft(proposal.ids[0])
-        candidates = None if proposal.candidates is None else proposal.candidates[0]
-        return Draft(proposal.ids[0], proposal.probabilities[0], candidates)
+            return Draft(ids)
+        candidates = None if proposal.candidates is None else proposal.candidates[0, :count]
+        return Draft(ids, proposal.probabilities[0, :count], candidates)
 
     def batched(self, slots: int, sampling: Sampling, generator: torch.Generator | None) -> BatchBlockDrafter:
         """The same drafter for several sequences at once."""

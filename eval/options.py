@@ -40,6 +40,11 @@ class EvalOptions(BaseModel):
         ge=2,
         description="Rows of a block, anchor included; default: as each drafter was trained",
     )
+    adaptive: list[str] = Field(
+        default=[],
+        description="Acceptance models (replay --adaptive), NAME=FILE or FILE for the only drafter: decode "
+        "once more with blocks cut where verifying one more draft costs more than it gives",
+    )
     baseline: list[Literal["lookup", "v1", "none"]] = Field(
         default=["lookup"],
         description="lookup: n-gram prompt lookup; v1: each drafter without convolutions and selector; none: "
@@ -83,6 +88,12 @@ class EvalOptions(BaseModel):
             raise ValueError("--target: expected a checkpoint to evaluate, or --compare with two reports")
         return self
 
+    @model_validator(mode="after")
+    def _adapts_what_it_can(self) -> EvalOptions:
+        if self.adaptive and (self.backend != "hf" or self.batch_size > 1):
+            raise ValueError("--adaptive cuts blocks in the hf backend with --batch-size 1 only")
+        return self
+
     @field_validator("baseline")
     @classmethod
     def _none_stands_alone(cls, baseline: list[str]) -> list[str]:
@@ -115,12 +126,34 @@ def blocks_of(options: EvalOptions) -> dict[str, int]:
         blocks.append((name, block))
         if "v1" in options.baseline and config.version == 2:
             blocks.append((f"{name} as v1", block))
+        if name in adaptive_of(options):
+            blocks.append((f"{name} adaptive", block))
     names = [PLAIN, *(name for name, _ in blocks)]
     if len(names) == 1:
         raise EvalError("nothing to compare with plain decoding: give a drafter or the baseline `lookup`")
     if len(set(names)) < len(names):
         raise EvalError(f"two methods share a name among {', '.join(names)}; give drafters as NAME=DIRECTORY")
     return dict(blocks)
+
+
+def adaptive_of(options: EvalOptions) -> dict[str, Path]:
+    """The acceptance model of each drafter that has one.
+
+    Raises:
+        EvalError: a model for no drafter.
+    """
+    drafters = [name for name, _ in map(named, options.drafter)]
+    found = {}
+    for given in options.adaptive:
+        name, mark, file = given.rpartition("=")
+        if not mark and len(drafters) == 1:
+            name = drafters[0]
+        if name not in drafters:
+            raise EvalError(
+                f"--adaptive {given}: expected NAME=FILE with a drafter among {', '.join(drafters)}"
+            )
+        found[name] = Path(file)
+    return found
 
 
 def named(given: str) -> tuple[str, Path]:

@@ -13,11 +13,12 @@ import torch
 
 from eval.block_drafter import read_config
 from eval.cache_size import draft_cache
-from eval.options import EvalOptions, blocks_of, named
+from eval.options import EvalOptions, adaptive_of, blocks_of, named
 from pipelines.target import config_fingerprint, target_config, tokenizer_fingerprint
 
 _NOT_SETTINGS = {
     "data", "limit", "out", "target", "drafter", "device", "contexts", "compare", "allow_differences",
+    "adaptive",
 }  # fmt: skip
 
 
@@ -34,6 +35,10 @@ def settings_of(options: EvalOptions, checkpoint: Path) -> dict[str, Any]:
             "weights": _weights_hash(checkpoint),
         },
         "drafters": {name: _weights_hash(folder) for name, folder in map(named, options.drafter)},
+        "adaptive": {
+            name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            for name, path in adaptive_of(options).items()
+        },
         "methods": {name: {"block": block} for name, block in blocks.items()},
         "device": options.torch_device().type,
         "threads": torch.get_num_threads(),
@@ -41,12 +46,13 @@ def settings_of(options: EvalOptions, checkpoint: Path) -> dict[str, Any]:
 
 
 def draft_caches(options: EvalOptions, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Bytes that each drafter keeps, by method; its v1 keeps the same."""
+    """Bytes that each drafter keeps, by method; its v1 and its adaptive form keep the same."""
     element = getattr(torch, options.dtype).itemsize
     found: dict[str, dict[str, Any]] = {}
     for name, folder in map(named, options.drafter):
         size = draft_cache(read_config(folder), target_config(checkpoint), element).to_dict()
-        found |= {label: size for label in (name, f"{name} as v1") if label in blocks_of(options)}
+        labels = (name, f"{name} as v1", f"{name} adaptive")
+        found |= {label: size for label in labels if label in blocks_of(options)}
     return found
 
 

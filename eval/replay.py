@@ -30,6 +30,7 @@ from drafter.frozen import FrozenHead, embed_blocks
 from drafter.model import Drafter
 from drafter.proposal import propose
 from eval.decode import Step
+from eval.draft_length import AcceptanceModel
 from eval.errors import EvalError
 from eval.metrics import acceptance_at, acceptance_length, buckets_present, in_bucket
 from eval.statistics import compare, estimate
@@ -37,6 +38,9 @@ from pipelines.store import FeatureStore, Sample
 from pipelines.target import resolve_target
 
 ANCHORS_AT_ONCE = 256
+
+#: Of some anchors: scores of their drafts [A, K, 2], drafts accepted [A], drafts that can be judged [A].
+Evidence = list[tuple[Tensor, Tensor, Tensor]]
 
 
 class ReplayOptions(BaseModel):
@@ -50,6 +54,9 @@ class ReplayOptions(BaseModel):
     limit: int | None = Field(None, ge=1, description="Samples of each store, chosen by their ids.")
     block: int | None = Field(
         None, ge=2, description="Rows of a block, anchor included; default: as each drafter was trained."
+    )
+    adaptive: Path | None = Field(
+        None, description="Also fit, for one drafter, how likely each draft is accepted: a file for `eval`."
     )
     seed: int = Field(0, description="Of the resampling.")
 
@@ -77,13 +84,16 @@ def run_replay(options: ReplayOptions) -> dict[str, Any]:
         for store in stores:
             _check_fit(method, store)
     places = [(store, index) for store in stores for index in _chosen(store, options.limit)]
+    if options.adaptive is not None and len(methods) > 1:
+        raise EvalError(f"--adaptive is fitted for one drafter, found {len(methods)}")
+    evidence: Evidence | None = None if options.adaptive is None else []
     steps: dict[str, dict[str, list[Step]]] = {method.name: {} for method in methods}
     with _progress() as progress:
         bar = progress.add_task("replay", total=len(places) * len(methods))
         for store, index in places:
             sample = store.sample(index)
             for method in methods:
-                found = replay_sample(method.model, method.head, store, index, method.block)
+                found = replay_sample(method.model, method.head, store, index, method.block, evidence)
                 if found:
                     steps[method.name][sample.id] = found
                 progress.advance(bar)
@@ -92,11 +102,21 @@ def run_replay(options: ReplayOptions) -> dict[str, Any]:
             f"no sample of {', '.join(map(str, options.store))} has two neighbouring tokens that the target "
             "produced; capture with --regenerate"
         )
-    return _report(steps, options)
+    report = _report(steps, options)
+    if options.adaptive is not None and evidence is not None:
+        fitted = AcceptanceModel.fit(*(torch.cat(parts) for parts in zip(*evidence, strict=True)))
+        fitted.save(options.adaptive)
+        report["adaptive"] = {"file": str(options.adaptive), **vars(fitted)}
+    return report
 
 
 def replay_sample(
-    model: Drafter, head: FrozenHead, store: FeatureStore, index: int, block: int
+    model: Drafter,
+    head: FrozenHead,
+    store: FeatureStore,
+    index: int,
+    block: int,
+    evidence: Evidence | None = None,
 ) -> list[Step]:
     """The steps of greedy speculative decoding over one captured sample; times are zero.
 
@@ -106,6 +126,7 @@ def replay_sample(
         store: of the sample.
         index: of the sample in it.
         block: rows of a block, anchor included.
+        evidence: gets what every anchor's drafts were worth.
     """
     sample = store.sample(index)
     spans = list(_spans(sample.loss_mask))
@@ -114,7 +135,7 @@ def replay_sample(
         return []
     accepted = torch.zeros(len(sample.token_ids), dtype=torch.int64)
     for part in anchors.split(ANCHORS_AT_ONCE):
-        accepted[part] = _accepted(model, head, store, index, sample, part, block)
+        accepted[part] = _accepted(model, head, store, index, sample, part, block, evidence)
     steps = []
     for start, stop in spans:
         document = int(torch.searchsorted(sample.document_starts, start, right=True)) - 1
@@ -156,6 +177,7 @@ def _accepted(
     sample: Sample,
     anchors_A: Tensor,
     block: int,
+    evidence: Evidence | None,
 ) -> Tensor:
     """int64 [A]: drafts of each anchor that agree with the sample's own next tokens."""
     document = torch.searchsorted(sample.document_starts, anchors_A, right=True) - 1
@@ -171,11 +193,15 @@ def _accepted(
         layout.positions[:, None] + torch.arange(block),
         plan.attention(),
     )
-    drafts_AK = propose(model, hidden_ABD, ids_A, head).ids
+    proposal = propose(model, hidden_ABD, ids_A, head, scored=evidence is not None)
     reached_AK = anchors_A[:, None] + torch.arange(1, block)
     inside_AK = reached_AK < len(sample.token_ids)
     truth_AK = sample.token_ids[reached_AK.clamp(max=len(sample.token_ids) - 1)]
-    return ((drafts_AK == truth_AK) & inside_AK).long().cumprod(1).sum(1)
+    accepted_A = ((proposal.ids == truth_AK) & inside_AK).long().cumprod(1).sum(1)
+    if evidence is not None and proposal.scores is not None:
+        supervised_AK = inside_AK & sample.loss_mask[reached_AK.clamp(max=len(sample.token_ids) - 1)]
+        evidence.append((proposal.scores, accepted_A, supervised_AK.long().cumprod(1).sum(1)))
+    return accepted_A
 
 
 def _method(text: str, block: int | None, head: FrozenHead) -> _Method:
@@ -259,7 +285,7 @@ def render_replay(report: dict[str, Any]) -> Table:
     """One row a drafter."""
     table = Table(
         title=f"acceptance length over {report['samples']} captured responses, replayed",
-        caption="\n".join(map(_difference, report["comparisons"])),
+        caption="\n".join([*map(_difference, report["comparisons"]), *_fitted(report)]),
     )
     for column in ("drafter", "acceptance length", "95 % interval", "accepted by position", "by context"):
         table.add_column(column)
@@ -273,6 +299,16 @@ def render_replay(report: dict[str, Any]) -> Table:
             ", ".join(f"{bucket} {at['value']:.2f}" for bucket, at in figures["contexts"].items()),
         )
     return table
+
+
+def _fitted(report: dict[str, Any]) -> list[str]:
+    found = report.get("adaptive")
+    if found is None:
+        return []
+    return [
+        f"acceptance model in {found['file']}: log loss {found['log_loss']:.3f} nats over {found['drafts']} "
+        f"drafts, {found['base_log_loss']:.3f} by position alone"
+    ]
 
 
 def _difference(comparison: dict[str, Any]) -> str:

@@ -28,11 +28,12 @@ from eval.block_drafter import BlockDrafter, without_dflash2
 from eval.concurrency import engine_figures
 from eval.contexts import EDGES, parse_contexts
 from eval.decode import Drafter, Limits
+from eval.draft_length import AcceptanceModel, DraftLength, measure_costs
 from eval.engine_runs import RunFile
 from eval.errors import EvalError
 from eval.lookup import LookupDrafter
 from eval.measure import TIE_BOUNDS, Bench, measure
-from eval.options import EvalOptions, blocks_of, named
+from eval.options import EvalOptions, adaptive_of, blocks_of, named
 from eval.prepack import can_prepack, prepack_linears
 from eval.prompts import Prompt, load_prompts
 from eval.provenance import draft_caches, machine, settings_of
@@ -144,12 +145,17 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         name, folder = named(given)
         model = load_drafter(folder, dtype).to(device)
         models = [(name, model)]
+        adaptive = adaptive_of(options).get(name)
         if "v1" in options.baseline and model.config.version == 2:
             models.append((f"{name} as v1", without_dflash2(model)))
         for label, each in models:
             if options.prepack and can_prepack(device, dtype):
                 prepack_linears(each)
             drafters.append(BlockDrafter(each, head, name=label, block=blocks[label]))
+        if adaptive is not None:
+            block = blocks[name]
+            length = DraftLength(AcceptanceModel.load(adaptive, block - 1))
+            drafters.append(BlockDrafter(model, head, name=f"{name} adaptive", block=block, length=length))
     return Bench(
         target=target,
         tokenizer=tokenizer,
@@ -172,6 +178,16 @@ def _warm_up(bench: Bench, prompt: Prompt) -> None:
     except Exception:
         # The measured run reports what is wrong with this prompt.
         log.debug("warm-up failed", exc_info=True)
+    for drafter in bench.drafters:
+        if isinstance(drafter, BlockDrafter) and drafter.length is not None:
+            costs = drafter.length.costs = measure_costs(bench.target, drafter)
+            log.info(
+                "%s: a draft takes %.1f ms, verifying 1 to %d rows %s ms",
+                drafter.name,
+                1000 * costs.draft,
+                drafter.block,
+                ", ".join(f"{1000 * seconds:.1f}" for seconds in costs.verify),
+            )
 
 
 def _measure_all(bench: Bench, prompts: Sequence[tuple[int, Prompt]]) -> Iterator[Response]:

@@ -22,8 +22,8 @@ ORDER = [
     "train",
     "inspect",
     "export",
-    "eval",
     "replay",
+    "eval",
     "bench",
     "plan",
 ]

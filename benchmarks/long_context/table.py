@@ -24,7 +24,7 @@ import numpy as np
 
 from eval.decode import Step
 from eval.metrics import Ratio, break_even, ratio
-from eval.statistics import compare, estimate, estimate_break_even, interval, resampled_sums
+from eval.statistics import compare, estimate, estimate_quotient, interval, resampled_sums
 from pipelines.records import parse_record
 from pipelines.store import FeatureStore
 
@@ -150,7 +150,7 @@ def timing(folder: Path) -> dict[str, Any]:
                     ratio(((sum(s.emitted for s in p), len(p)) for p in prompts), "emitted / steps"),
                     seed=SEED,
                 ).to_dict(),
-                "break_even": estimate_break_even(break_even(prompts, steps["plain"]), seed=SEED).to_dict(),
+                "break_even": estimate_quotient(break_even(prompts, steps["plain"]), seed=SEED).to_dict(),
             }
             for name, prompts in steps.items()
             if name != "plain"

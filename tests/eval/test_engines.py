@@ -41,16 +41,18 @@ def engines(tmp_path_factory):
 
 
 def test_real_engine_drafts_what_we_draft_and_wrong_exports_are_caught(made, engines):  # noqa: F811
-    """C14, D4, D10: one engine each for the right export and three wrong ones."""
+    """C14, D4, D10: one engine each for the right export and four wrong ones."""
     folder, drafter = made
-    causes = {"right": None, **WRONG_EXPORTS}
-    for name, cause in causes.items():
-        path = exported(folder, varied(drafter, name), name)
+    late, _ = counting_drafter(counting_target(), sliding_window=16, steps=300, shift=1)
+    drafters = {name: varied(drafter, name) for name in ("right", *WRONG_EXPORTS)} | {"late": late.eval()}
+    causes = {**WRONG_EXPORTS, "late": "blocks 1 position later"}
+    for name, model in drafters.items():
+        path = exported(folder, model, name)
         result = run_check(options(folder, path, min_acceptance=3.5, log=folder / f"{name}.log"), engines)
         assert result.passed == (name == "right")
         assert result.worst_agreement == 1.0  # to the last draft of the longest prompt
-        if cause:
-            assert cause in result.causes[0]
+        if name in causes:
+            assert causes[name] in result.causes[0]
     assert "custom scheduler" in (folder / "right.log").read_text()
 
 
