@@ -64,8 +64,9 @@ def check_rows(store: FeatureStore, target: Path, index: int) -> None:
     sample = store.sample(index)
     rows = store.rows(index, 0, sample.num_rows)
     expected = reference_rows(target, sample.token_ids.tolist())[: sample.num_rows]
-    # Batched and single matrix products differ by fp32 rounding only.
-    assert torch.allclose(rows, expected, rtol=1e-4, atol=1e-4)
+    # Batched and single matrix products differ by fp32 rounding only, which every layer passes on.
+    assert rows.shape == expected.shape
+    assert bool(((rows - expected).norm(dim=-1) <= 2e-4 * expected.norm(dim=-1)).all())
 
 
 # -------------------------------------------------------------------- rows
