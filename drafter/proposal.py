@@ -62,10 +62,12 @@ def propose(
         head: the target's frozen tables.
         temperature: 0 for the best token.
         generator: source of randomness.
-        scored: also tell how sure each draft is; a DFlash that samples does not.
+        scored: also tell how sure each draft is, at temperature 0; nothing may be done with a drawn draft
+            because of what it is.
     """
     rows_AKD = hidden_ABD[:, 1:]
     if drafter.candidate_selector is not None:
+        scored = scored and temperature <= 0
         return _walk(drafter, rows_AKD, anchor_ids_A, head, temperature, generator, scored=scored)
     if temperature <= 0:
         return _best(drafter, rows_AKD, head, scored=scored)

@@ -31,7 +31,7 @@ class BlockDrafter:
     step projects only the rows that the last verify added.
 
     Attributes:
-        length: cuts the drafts that are not worth verifying; None keeps all.
+        length: cuts greedy drafts that are not worth verifying; None keeps all.
     """
 
     def __init__(

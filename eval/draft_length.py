@@ -7,8 +7,10 @@ over many steps is highest when every step maximises G(n) - r (D + V(n + 1)), r 
 rate so far stands for it.
 
 q_j is logistic in two scores of the draft and fitted on replayed answers (`longdraft replay --adaptive`);
-D and V are measured on the machine. Drafts are cut by what is known before they are verified, so decoding
-stays lossless at every temperature.
+D and V are measured on the machine.
+
+Only greedy drafts are cut. A cut may depend on the drafts that it keeps: if these were drawn, those that are
+kept would no longer be distributed as the rejection test assumes, and responses not as the target's.
 
 Shape legend: K drafts of a block, M blocks, S = 2 scores (selector's and unary log-probability).
 """
@@ -160,12 +162,14 @@ class DraftLength:
         return best
 
 
+@torch.inference_mode()
 def measure_costs(target: Target, drafter: Drafter) -> StepCosts:
-    """Time a draft, and a forward of the target of every number of rows, behind 512 tokens.
+    """Time a draft, and a forward of the target of every number of rows, behind 512 tokens if they fit.
 
     Medians of rounds in which all of them take turns; the first round is not counted.
     """
-    ids = torch.arange(_TIMED_CONTEXT, device=target.device) % len(target.embedding)
+    context = min(_TIMED_CONTEXT, target.max_positions - drafter.block)
+    ids = torch.arange(context, device=target.device) % len(target.embedding)
     drafter.start(ids.tolist(), Sampling(), None)
     session = target.open(drafter.taps)
     session.prefill(ids, drafter.prefill)

@@ -92,6 +92,11 @@ class EvalOptions(BaseModel):
     def _adapts_what_it_can(self) -> EvalOptions:
         if self.adaptive and (self.backend != "hf" or self.batch_size > 1):
             raise ValueError("--adaptive cuts blocks in the hf backend with --batch-size 1 only")
+        if self.adaptive and self.temperature > 0:
+            raise ValueError(
+                "--adaptive needs --temperature 0: drafts that are drawn and then kept for what they are would "
+                "change the distribution of responses"
+            )
         return self
 
     @field_validator("baseline")
@@ -117,6 +122,7 @@ def blocks_of(options: EvalOptions) -> dict[str, int]:
         EvalError: no method, or two of one name.
     """
     blocks: list[tuple[str, int]] = []
+    adaptive = adaptive_of(options)
     if "lookup" in options.baseline:
         blocks.append(("lookup", options.block or _DEFAULT_BLOCK))
     for given in options.drafter:
@@ -126,7 +132,7 @@ def blocks_of(options: EvalOptions) -> dict[str, int]:
         blocks.append((name, block))
         if "v1" in options.baseline and config.version == 2:
             blocks.append((f"{name} as v1", block))
-        if name in adaptive_of(options):
+        if name in adaptive:
             blocks.append((f"{name} adaptive", block))
     names = [PLAIN, *(name for name, _ in blocks)]
     if len(names) == 1:

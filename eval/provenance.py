@@ -13,6 +13,7 @@ import torch
 
 from eval.block_drafter import read_config
 from eval.cache_size import draft_cache
+from eval.draft_length import AcceptanceModel
 from eval.options import EvalOptions, adaptive_of, blocks_of, named
 from pipelines.target import config_fingerprint, target_config, tokenizer_fingerprint
 
@@ -36,7 +37,7 @@ def settings_of(options: EvalOptions, checkpoint: Path) -> dict[str, Any]:
         },
         "drafters": {name: _weights_hash(folder) for name, folder in map(named, options.drafter)},
         "adaptive": {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            name: vars(AcceptanceModel.load(path, blocks[name] - 1))
             for name, path in adaptive_of(options).items()
         },
         "methods": {name: {"block": block} for name, block in blocks.items()},

@@ -137,7 +137,7 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         checkpoint, dtype=dtype, device=device, attention=options.attention, prepack=options.prepack
     )
     head = target.frozen_head
-    blocks = blocks_of(options)
+    blocks, adaptive = blocks_of(options), adaptive_of(options)
     drafters: list[Drafter] = []
     if "lookup" in options.baseline:
         drafters.append(LookupDrafter(blocks["lookup"]))
@@ -145,16 +145,15 @@ def _set_up(options: EvalOptions, checkpoint: Path) -> Bench:
         name, folder = named(given)
         model = load_drafter(folder, dtype).to(device)
         models = [(name, model)]
-        adaptive = adaptive_of(options).get(name)
         if "v1" in options.baseline and model.config.version == 2:
             models.append((f"{name} as v1", without_dflash2(model)))
         for label, each in models:
             if options.prepack and can_prepack(device, dtype):
                 prepack_linears(each)
             drafters.append(BlockDrafter(each, head, name=label, block=blocks[label]))
-        if adaptive is not None:
+        if name in adaptive:
             block = blocks[name]
-            length = DraftLength(AcceptanceModel.load(adaptive, block - 1))
+            length = DraftLength(AcceptanceModel.load(adaptive[name], block - 1))
             drafters.append(BlockDrafter(model, head, name=f"{name} adaptive", block=block, length=length))
     return Bench(
         target=target,

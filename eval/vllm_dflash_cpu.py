@@ -7,7 +7,7 @@
   lossless: the rejection test takes such drafts as proposed with certainty.
 
 Attributes of vLLM are replaced in the process that calls `install`, so the engine has to live in it
-(VLLM_ENABLE_V1_MULTIPROCESSING=0). A GPU needs none of this.
+(VLLM_ENABLE_V1_MULTIPROCESSING=0). On a GPU vLLM is left as it is.
 
 Shape legend: A requests, K slots, D hidden, k candidates, r rank of the selector, N draft layers, T context
 rows, G key heads, E head size.

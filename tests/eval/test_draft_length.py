@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafter.proposal import propose
 from eval.block_drafter import BlockDrafter
 from eval.decode import Limits, decode_plain, decode_speculative
 from eval.draft_length import AcceptanceModel, DraftLength, StepCosts, measure_costs
@@ -15,7 +16,7 @@ from eval.options import EvalOptions, adaptive_of, blocks_of
 from eval.sampling import Sampling
 from eval.target import Target
 from tests.drafter.targets import qwen3_target
-from tests.drafter.tiny import tiny_config, tiny_drafter
+from tests.drafter.tiny import tiny_config, tiny_drafter, tiny_head
 
 GREEDY = {"sampling": Sampling(), "generator": None}
 
@@ -82,6 +83,19 @@ def test_free_rows_are_all_taken_and_dear_ones_are_not():
 
 
 @pytest.mark.parametrize("version", [1, 2])
+def test_drawn_drafts_are_never_cut(version):
+    """Kept because of what it is, a draft is no longer drawn from the proposal that it is tested against."""
+    drafter, head = tiny_drafter(tiny_config(version)), tiny_head()
+    hidden = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
+    anchors = torch.tensor([5, 9])
+    drawn = propose(drafter, hidden, anchors, head, 1.0, torch.Generator().manual_seed(0), scored=True)
+    assert drawn.scores is None
+    greedy = propose(drafter, hidden, anchors, head, scored=True)
+    assert greedy.scores.shape == (2, 3, 2)
+    assert torch.equal(greedy.ids, propose(drafter, hidden, anchors, head).ids)
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_with_cut_blocks_emits_the_targets_tokens(version, temperature):
     target = Target(qwen3_target(vocab_size=128))
@@ -93,7 +107,9 @@ def test_decoding_with_cut_blocks_emits_the_targets_tokens(version, temperature)
     sampled = {"sampling": Sampling(temperature), "generator": torch.Generator().manual_seed(0)}
     found = decode_speculative(target, drafter, prompt, limits=limits, **sampled)
     assert len(found.ids) == 24
-    if temperature == 0:
+    if temperature == 1:
+        assert {step.drafted for step in found.steps[:-5]} <= {5}
+    else:
         assert found.ids == decode_plain(target, prompt, limits=limits, **GREEDY).ids
         assert len({step.drafted for step in found.steps}) > 1
 
@@ -132,6 +148,8 @@ def test_adaptive_methods_are_named_after_their_drafters(monkeypatch):
     assert list(blocks_of(two)) == ["a", "b", "b adaptive"]
     with pytest.raises(EvalError, match="expected NAME=FILE with a drafter among a, b"):
         adaptive_of(options(drafter=["a=x", "b=y"]))
+    with pytest.raises(ValueError, match="needs --temperature 0"):
+        options(temperature=0.5)
     for changes in ({"backend": "vllm"}, {"batch_size": 2}):
         with pytest.raises(ValueError, match="hf backend with --batch-size 1"):
             options(**changes)
