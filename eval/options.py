@@ -94,8 +94,8 @@ class EvalOptions(BaseModel):
             raise ValueError("--adaptive cuts blocks in the hf backend with --batch-size 1 only")
         if self.adaptive and self.temperature > 0:
             raise ValueError(
-                "--adaptive needs --temperature 0: drafts that are drawn and then kept for what they are would "
-                "change the distribution of responses"
+                "--adaptive needs --temperature 0: drawn drafts that are kept for what they are would change "
+                "the distribution of responses"
             )
         return self
 
