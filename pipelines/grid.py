@@ -13,6 +13,7 @@ from csbp.topology import Grid
 from drafter.config import DrafterConfig
 from pipelines.corpus import Corpus
 from pipelines.plan import auto_context_ranks, drafter_shape, this_device
+from pipelines.precision import compute_dtype
 from pipelines.ranks import TIMEOUT, from_first_rank, ranks_of_this_machine
 from pipelines.runfile import RunConfig
 
@@ -35,10 +36,12 @@ def make_grid(
     return Grid.from_environment(from_first_rank(chosen), timeout=TIMEOUT)
 
 
-def make_cost(config: RunConfig, drafter: DrafterConfig) -> StepCost:
+def make_cost(config: RunConfig, drafter: DrafterConfig, device: torch.device) -> StepCost:
     """What a step's parts cost on this device, as `plan` prices them; rank 0's, so that ranks deal alike."""
     rates = this_device(ranks_of_this_machine(), config.parallel.device)
-    return from_first_rank(step_cost(drafter_shape(drafter), rates, _compute_bytes(config)))
+    return from_first_rank(
+        step_cost(drafter_shape(drafter), rates, compute_dtype(config.precision, device).itemsize)
+    )
 
 
 def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -> StepSettings:
@@ -51,7 +54,7 @@ def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -
     """
     waiting = 0 if device.type == "cuda" else config.data.prefetch
     return StepSettings(
-        compute_bytes=_compute_bytes(config),
+        compute_bytes=compute_dtype(config.precision, device).itemsize,
         feature_bytes=feature_bytes,
         zero_stage=config.parallel.zero,
         vocabulary_sample=config.objective.vocabulary_sample,
@@ -98,7 +101,3 @@ def _auto_context_ranks(
     rates = this_device(ranks_of_this_machine(), config.parallel.device)
     shape = drafter_shape(drafter, tied_head=head_is_tied)
     return auto_context_ranks(shape, work, settings, dist.get_world_size(), rates)
-
-
-def _compute_bytes(config: RunConfig) -> int:
-    return 2 if config.precision == "bf16" else 4

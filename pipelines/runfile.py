@@ -135,7 +135,8 @@ class RunConfig(BaseModel):
     )
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Compute dtype of matrix products. Parameters and moments are float32 in any case.",
+        description="Operands of matrix products; sums, parameters and moments are float32 in any case. On "
+        "a CPU `bf16` pays where it has AMX.",
     )
     data: DataConfig
     drafter: DrafterSource = Field(default_factory=DrafterSource)

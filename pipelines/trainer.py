@@ -33,6 +33,7 @@ from pipelines.grid import make_cost, make_grid
 from pipelines.loader import Loader, MicroBatch, Sharding
 from pipelines.logs import RunLog, peak_memory_bytes
 from pipelines.optimization import Engine, NonFiniteError
+from pipelines.precision import compute_dtype, set_cpu_products
 from pipelines.prefetch import Prefetcher
 from pipelines.ranks import (
     add_over_ranks,
@@ -96,8 +97,9 @@ class Trainer:
         self.drafter = self._make_drafter(checkpoint).to(device)
         check_servable(self.drafter, self.target)
         self.corpus.check_reach(self.drafter.config, config.parallel.mode, config.objective)
-        autocast = config.precision == "bf16"
-        dtype = torch.bfloat16 if autocast else torch.float32
+        dtype = compute_dtype(config.precision, device)
+        if device.type == "cpu":
+            set_cpu_products(config.precision)
         self._backend, self._fallback = choose_backend(config.parallel.attention_backend, device, dtype)
         kernels.set_mode("never" if config.parallel.attention_backend == "torch" else "auto")
         on_distribution = config.objective.on_distribution
@@ -105,7 +107,7 @@ class Trainer:
         self.grid = grid = make_grid(
             config, self.corpus, self.drafter.config, head.head is head.embedding, device
         )
-        self._cost = make_cost(config, self.drafter.config)
+        self._cost = make_cost(config, self.drafter.config, device)
         self._wire = Wire(grid)
         self.lead = grid.rank == 0
         if self.lead:
@@ -125,7 +127,7 @@ class Trainer:
             self.drafter,
             head,
             config.objective,
-            autocast=autocast,
+            autocast=dtype == torch.bfloat16,
             seed=config.seed,
             recompute=config.parallel.recompute,
         )

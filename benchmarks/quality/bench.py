@@ -4,8 +4,8 @@
 
 Stages, each a command of this project that resumes after a kill and does nothing when it is done:
 
-1. `target`, `capture`: the corpus, answers at temperature 0 and 0.7, and one store of greedy answers for
-   every held-out set;
+1. `target`, `capture`: a store for every file of training prompts, its answers at the temperature that ends
+   the file's name, and a store of greedy answers for every held-out set;
 2. `train`: every recipe of recipes.yaml with every seed;
 3. `replay`: acceptance length of all of them on the held-out stores;
 4. a table: each recipe with its interval, and its difference to the baseline with interval and p-value.
@@ -33,7 +33,6 @@ from eval.statistics import compare, estimate
 from pipelines.files import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPERATURES = (0.0, 0.7)
 Call = Callable[[Sequence[str]], None]
 
 
@@ -98,9 +97,9 @@ def make_corpus(prompts: Path, out: Path, tokens: int, call: Call) -> list[Path]
     if not (target / "config.json").exists():
         call(["target", str(target)])
     limits = ["--max-new-tokens", str(tokens)]
-    for temperature in TEMPERATURES:
-        data = ["--data", str(prompts / "train.jsonl"), "--out", str(train_store(out, temperature))]
-        sampling = ["--regenerate", "--temperature", str(temperature), "--last-hidden"]
+    for file in sorted(prompts.glob("train-*.jsonl")):
+        data = ["--data", str(file), "--out", str(out / f"store-{file.stem}")]
+        sampling = ["--regenerate", "--temperature", file.stem.rpartition("-")[2], "--last-hidden"]
         call(["capture", "--target", str(target), *data, *limits, *sampling])
     stores = []
     for file in sorted(prompts.glob("heldout-*.jsonl")):
@@ -110,15 +109,11 @@ def make_corpus(prompts: Path, out: Path, tokens: int, call: Call) -> list[Path]
     return stores
 
 
-def train_store(out: Path, temperature: float) -> Path:
-    return out / f"store-train-{temperature:g}"
-
-
 def train(recipe: Recipe, out: Path, call: Call) -> Path:
     """Train one recipe; returns its export."""
     folder = out / "runs" / recipe.label
     run = {**recipe.run, "out": str(folder), "seed": recipe.seed}
-    run["data"] = {**run.get("data", {}), "stores": [str(train_store(out, t)) for t in TEMPERATURES]}
+    run["data"] = {**run.get("data", {}), "stores": [str(path) for path in sorted(out.glob("store-train-*"))]}
     file = out / "runs" / f"{recipe.label}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, yaml.safe_dump(run, sort_keys=False))

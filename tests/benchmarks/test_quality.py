@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.quality import bench
-from benchmarks.quality.prompts import code_prompts, functions, sessions
+from benchmarks.quality.prompts import by_temperature, code_prompts, functions, heads, sessions, user_turn
 from pipelines.runfile import load_run
 
 RECIPES = Path(bench.__file__).with_name("recipes.yaml")
@@ -17,6 +17,7 @@ def test_every_recipe_is_a_valid_run_file(tmp_path):
     baseline, recipes = bench.load_recipes(RECIPES)
     assert baseline in {recipe.name for recipe in recipes}
     files = {}
+    (tmp_path / "store-train-math-0").mkdir()
     for recipe in recipes:
         bench.train(recipe, tmp_path, lambda arguments: files.update({arguments[1]: arguments}))
     runs = [load_run(path) for path in files]
@@ -69,12 +70,17 @@ def test_bench_compares_recipes_and_a_second_run_replays_nothing(tmp_path):
     }
     (tmp_path / "recipes.yaml").write_text(yaml.safe_dump(recipes))
     (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts" / "heldout-x.jsonl").write_text("")
+    for name in ("heldout-x", "train-math-0", "train-math-0.7"):
+        (tmp_path / "prompts" / f"{name}.jsonl").write_text("")
     arguments = ["--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out")]
     arguments += ["--recipes", str(tmp_path / "recipes.yaml")]
     first = FakeCommands()
     bench.main(first, arguments)
     assert [call[0] for call in first.calls].count("train") == 4
+    captured = {Path(c[c.index("--data") + 1]).stem: c for c in first.calls if c[0] == "capture"}
+    at = {name: c[c.index("--temperature") + 1] for name, c in captured.items() if "--temperature" in c}
+    assert at == {"train-math-0": "0", "train-math-0.7": "0.7"}
+    assert "heldout-x" in captured
     assert [call[0] for call in first.calls].count("replay") == 4
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "quality.json").read_text())}
     # one more token in each of 10 steps a prompt
@@ -97,8 +103,32 @@ def test_code_prompts_ask_about_functions_outside_tests(tmp_path):
     assert [source.partition("(")[0] for source in functions(tmp_path)] == ["def f"]
     import random
 
-    (prompt,) = code_prompts(tmp_path, random.Random(0))
+    (prompt,) = code_prompts([tmp_path], random.Random(0), 5, 5)
     assert "def f(x):" in prompt["prompt"]
     (session,) = sessions([prompt], random.Random(0), 5, turns=3)
     assert len(session["turns"]) == 3
     assert session["turns"][0] == prompt["prompt"]
+
+
+def test_heads_are_cut_before_the_body_and_keep_the_docstring(tmp_path):
+    (tmp_path / "a.py").write_text(
+        'def f(x, y=2):\n    """Add.\n\n    More."""\n    return x + y\n\n\n'
+        'class C:\n    def g(self):\n        """Say."""\n        return 1\n'
+    )
+    assert list(heads(tmp_path)) == ['def f(x, y=2):\n    """Add.\n    \n    More.\n    """']
+
+
+def test_every_prompt_is_answered_once_greedily_or_drawn():
+    prompts = [{"prompt": str(i)} for i in range(10)]
+    parts = by_temperature(prompts)
+    assert {temperature: len(part) for temperature, part in parts.items()} == {0.0: 8, 0.7: 2}
+    assert sorted(p["prompt"] for part in parts.values() for p in part) == [str(i) for i in range(10)]
+
+
+def test_target_writes_after_the_start_of_a_users_turn():
+    class Tokenizer:
+        def apply_chat_template(self, messages, *, tokenize):
+            assert not tokenize
+            return f"<s>system\nBe kind.<e>\n<s>user\n{messages[0]['content']}<e>\n"
+
+    assert user_turn(Tokenizer()) == ("<s>system\nBe kind.<e>\n<s>user\n", "<e>")

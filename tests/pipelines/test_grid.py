@@ -27,7 +27,8 @@ def drafter():
 def test_a_run_and_its_plan_have_the_same_prices(tmp_path, drafter, device):
     join_ranks()
     config = make_run(tmp_path, precision="bf16", parallel={"device": device})
-    assert make_cost(config, drafter) == step_cost(drafter_shape(drafter), device_constants(device), 2)
+    assert make_cost(config, drafter, GPU) == step_cost(drafter_shape(drafter), device_constants(device), 2)
+    assert make_cost(config, drafter, CPU) == step_cost(drafter_shape(drafter), device_constants(device), 4)
 
 
 def test_rates_of_a_run_are_those_asked_for_with_the_memory_of_this_machine():

@@ -1,0 +1,24 @@
+"""What `precision` means on a device.
+
+`bf16` on a GPU is autocast: products take bfloat16 copies of their operands and hand bfloat16 rows on. On a
+CPU the rows stay float32 and oneDNN rounds the operands of each product on the way in: sums and results are
+float32, nothing but products loses digits, and a core with AMX is several times faster than in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16"]
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """Dtype of the rows that a step computes, and of the frozen tables they are multiplied with."""
+    return torch.bfloat16 if precision == "bf16" and device.type == "cuda" else torch.float32
+
+
+def set_cpu_products(precision: Precision) -> None:
+    """Let this process's float32 products on a CPU round their operands to bfloat16, or no longer."""
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "none"  # type: ignore[attr-defined]
