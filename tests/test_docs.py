@@ -45,6 +45,7 @@ ELSEWHERE = {
     "make demo": "the stages are the commands below",
     "make test": "it is this",
     "pip install": "the Makefile's install runs before any test",
+    "PYTHONPATH=. python benchmarks/aot.py": "tests/benchmarks/test_aot.py",
     "torchrun": "tests/pipelines/test_multi_node.py",
     "python -m torch.distributed.run": "tests/pipelines/test_multi_node.py",
     "deepspeed": "tests/pipelines/test_multi_node.py",

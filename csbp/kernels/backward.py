@@ -90,7 +90,7 @@ def query_gradient_kernel(
 
     if OWN:
         own_begin, own_end = own_range(first, rows, SHARING, BLOCK, ROWS)
-        for step in tl.range(tl.cdiv(own_end - own_begin, OWN_KEYS), num_stages=1):
+        for step in tl.range(tl.cdiv(own_end - own_begin, OWN_KEYS), num_stages=1 if PART else EDGE_STAGES):
             here = own_begin + step * OWN_KEYS
             k, v, visible = own_tile(
                 here, own_end, slot, real, group, own_k_pointer, own_v_pointer, own_mask_pointer,

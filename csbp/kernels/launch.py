@@ -16,22 +16,10 @@ from csbp.kernels.backward import key_gradient_kernel, own_gradient_kernel, quer
 from csbp.kernels.forward import forward_kernel
 from csbp.kernels.tile_sizes import ROWS, Tile, TileSizes, padded_width, tile_sizes
 from csbp.tiles import KeyRanges
+from drafter.kernels.launch import Launch
 
 HALF = (torch.bfloat16, torch.float16)
 NARROW_GAIN = 0.8  # a narrow tile must save this much of the scores: its products reach less of the peak
-
-
-class Launch(NamedTuple):
-    """One kernel with everything that its launch needs, so that it can also be compiled without a device."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        if 0 not in self.grid:
-            self.kernel[self.grid](*self.arguments, **self.options)
 
 
 class _Shape(NamedTuple):
@@ -64,7 +52,6 @@ class _Shape(NamedTuple):
             "KEYS": tile.keys,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
-            "enable_fp_fusion": True,
         }
 
     def edges(self, tile: Tile) -> dict[str, Any]:

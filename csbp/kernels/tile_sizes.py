@@ -60,10 +60,18 @@ _HALF = {
     (256, 128): _WIDEST,
     (256, 64): _WIDEST,
 }
+
+
+def _small(tile: Tile) -> TileSizes:
+    return TileSizes(tile, tile, tile, tile, own_keys=16, whole=False)
+
+
 # Float32 products run without tensor cores: small tiles, because operands live in registers.
-_FLOAT = TileSizes(
-    Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), 16, whole=False
-)
+_FLOAT = {
+    64: _small(Tile(32, 32, 4, 2)),
+    128: _small(Tile(32, 32, 8, 2))._replace(forward=Tile(16, 16, 8, 2)),
+    256: _small(Tile(16, 16, 4, 2)),
+}
 
 
 def padded_width(head_size: int) -> int:
@@ -83,4 +91,4 @@ def padded_width(head_size: int) -> int:
 def tile_sizes(head_size: int, element_bytes: int, rows: int) -> TileSizes:
     """Tiles for rows of `element_bytes` an element; `rows` is one of `ROWS`."""
     width = padded_width(head_size)
-    return _HALF[width, rows] if element_bytes == 2 else _FLOAT
+    return _HALF[width, rows] if element_bytes == 2 else _FLOAT[width]

@@ -124,10 +124,10 @@ def convolve_gradient_kernel(
             dy = _tile(dy_pointer, row, group, lane, valid, inside, D, GROUP)
             x = _tile(x_pointer, row - tap, group, lane, valid, inside, D, GROUP)
             total += tl.sum(dy * x, 0)
-            where = (row.to(tl.int64) * TAPS + tap)[:, None] * (D // GROUP) + group[None, :]
-            tl.store(ddelta_pointer + where, tl.sum(dy * x, 2), mask=real[:, None] & inside[None, :])
-        where = (tl.program_id(0) * TAPS + tap) * D + channel
-        tl.store(dbase_pointer + where, total, mask=inside[:, None])
+            coefficient = (row.to(tl.int64) * TAPS + tap)[:, None] * (D // GROUP) + group[None, :]
+            tl.store(ddelta_pointer + coefficient, tl.sum(dy * x, 2), mask=real[:, None] & inside[None, :])
+        share = (tl.program_id(0) * TAPS + tap) * D + channel
+        tl.store(dbase_pointer + share, total, mask=inside[:, None])
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         real = row < R

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+_FUSION = {"enable_fp_fusion": True}  # Triton's default is about to change
+
 
 class Launch(NamedTuple):
     """Attributes:
@@ -20,7 +22,11 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         if 0 not in self.grid:
-            self.kernel[self.grid](*self.arguments, **self.options, enable_fp_fusion=True)
+            self.kernel[self.grid](*self.arguments, **self.options, **_FUSION)
+
+    def compile(self) -> Any:
+        """Compile for the active driver's target, which need not be there, and start nothing."""
+        return self.kernel.warmup(*self.arguments, grid=self.grid, **self.options, **_FUSION)
 
 
 def power_above(number: int) -> int:
