@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from csbp.attention import TORCH, OwnBlock, SoftmaxState, Upstream, own_block_mask
+from csbp.attention import TORCH, Backend, OwnBlock, SoftmaxState, Upstream, own_block_mask
 from csbp.backends import load_backend
 from csbp.tiles import KeyRanges
 from drafter.attention import LayerMask
@@ -41,9 +41,11 @@ def check_kernels(device: torch.device, *, tiny: bool) -> list[dict[str, Any]]:
     torch.manual_seed(1)
     found: list[dict[str, Any]] = []
     for head in (16,) if tiny else (64, 128, 256):
-        for name, window in (("window", 24 if tiny else 512), ("full", None)):
-            case = f"head {head}, {name}"
-            found += [row(k, case, e, BOUND[dtype]) for k, e in attention_errors(device, head, window, dtype)]
+        for seen, window in (("window", 24 if tiny else 512), ("full", None)):
+            case = f"head {head}, {seen}"
+            for name in ("torch" if tiny else "triton", "flash"):
+                errors = attention_errors(device, head, window, dtype, load_backend(name))
+                found += [row(k, f"{case}, {name}", e, BOUND[dtype]) for k, e in errors]
     found += [row(k, c, e, BOUND[dtype]) for k, c, e in module_errors(device, dtype, tiny=tiny)]
     return found
 
@@ -67,12 +69,11 @@ def attention_case(
 
 
 def attention_errors(
-    device: torch.device, head: int, window: int | None, dtype: torch.dtype
+    device: torch.device, head: int, window: int | None, dtype: torch.dtype, backend: Backend
 ) -> Iterator[tuple[str, float]]:
     """Output and gradients of one call, with the context in one part and in two."""
     blocks, context = (6, 60) if device.type == "cpu" else (61, 3001)
     q, own, k, v, ranges, do = attention_case(device, head, window, dtype, blocks, context)
-    backend = load_backend("triton" if device.type == "cuda" else "torch")
     wide = OwnBlock(own.k.double(), own.v.double(), own.mask)
     state = TORCH.begin(q.double(), wide, k.double(), v.double(), ranges)
     out, lse = state.finish()

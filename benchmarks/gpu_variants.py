@@ -104,6 +104,13 @@ def flex(step: Any) -> Iterator[None]:
 
 
 @contextmanager
+def flash_tiles(step: Any) -> Iterator[None]:
+    """FlashAttention on dense tiles, the plain form on their edges."""
+    with mock.patch.object(step, "backend", "flash"):
+        yield
+
+
+@contextmanager
 def dense_logits(step: Any) -> Iterator[None]:
     """All logits of the loss at once."""
     del step
@@ -122,6 +129,7 @@ def plain_modules(step: Any) -> Iterator[None]:
 FLEX = "FlexAttention"
 VARIANTS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
     FLEX: flex,
+    "flash tiles": flash_tiles,
     "dense logits": dense_logits,
     "plain modules": plain_modules,
 }

@@ -238,7 +238,7 @@ def own_block_backward(
     return dk.view(G, A, B, E).permute(1, 2, 0, 3), dv.view(G, A, B, E).permute(1, 2, 0, 3)
 
 
-class _Scores:
+class Scores:
     """Scores of one tile at a time, in scratch memory that all tiles of a part share."""
 
     def __init__(self, q_GNE: Tensor, k_TGE: Tensor, ranges: KeyRanges) -> None:
@@ -251,10 +251,7 @@ class _Scores:
     def steps(self, tile: Tile) -> list[tuple[int, int]]:
         """Key ranges of `tile` whose scores fit the scratch bound, in nearly equal steps."""
         rows = self.q.shape[0] * self.per_block * (tile.last - tile.first)
-        keys = max(64, TILE_SIZES[self.q.device.type].scores // rows)
-        count = -(-(tile.hi - tile.lo) // keys)
-        edges = [tile.lo + (tile.hi - tile.lo) * i // count for i in range(count + 1)]
-        return list(pairwise(edges))
+        return even_steps(tile.lo, tile.hi, max(64, TILE_SIZES[self.q.device.type].scores // rows))
 
     def rows(self, tile: Tile) -> slice:
         return slice(tile.first * self.per_block, tile.last * self.per_block)
@@ -280,13 +277,60 @@ class _Scores:
         for first, last in ((lo, min(hi, tile.all_lo)), (max(lo, tile.all_lo, tile.all_hi), hi)):
             if first >= last:
                 continue
-            key = torch.arange(first, last, device=scores.device)
-            bound_lo = self.ranges.lo[tile.first : tile.last, :, None]
-            bound_hi = self.ranges.hi[tile.first : tile.last, None, None]
-            hidden = ((key < bound_lo) | (key >= bound_hi)).view(1, slots, 1, last - first)
             edge = scores.view(G, slots, n // slots, hi - lo)[..., first - lo : last - lo]
-            edge.masked_fill_(hidden, float("-inf"))
+            edge.masked_fill_(hidden(self.ranges, tile, first, last)[None, :, None], float("-inf"))
         return scores
+
+    def meet(self, state: SoftmaxState, tile: Tile, v_TGE: Tensor, lo: int, hi: int) -> None:
+        """Add the keys [lo, hi) of a tile to the rows of `state`."""
+        rows = self.rows(tile)
+        numerator, top, total = state.numerator[:, rows], state.max[:, rows], state.total[:, rows]
+        q = self.q[:, rows].to(self.dtype) * self.q.shape[-1] ** -0.5
+        scores = self.visible(tile, q, self.keys(self.k_TGE, lo, hi), lo, hi)
+        new_top = torch.maximum(top, scores.amax(-1))
+        weights = scores.sub_(new_top[..., None]).exp_()
+        shrink = torch.exp(top - new_top)
+        total.mul_(shrink).add_(weights.sum(-1))
+        numerator.mul_(shrink[..., None]).add_(torch.bmm(weights, self.keys(v_TGE, lo, hi)))
+        top.copy_(new_top)
+
+    def gradients(
+        self, sums: PartGradients, upstream: Upstream, tile: Tile, v_TGE: Tensor, lo: int, hi: int
+    ) -> None:
+        """Add the gradients of what `meet` does to `sums`."""
+        rows, scale = self.rows(tile), self.q.shape[-1] ** -0.5
+        q = self.q[:, rows].to(self.dtype) * scale
+        do = upstream.do[:, rows].to(self.dtype)
+        lse, delta = upstream.lse[:, rows, None], upstream.delta[:, rows, None]
+        k = self.keys(self.k_TGE, lo, hi)
+        weights = self.visible(tile, q, k, lo, hi).sub_(lse).exp_()
+        _accumulate(sums.dv[lo:hi], weights, do)
+        ds = self.product("ds", do, self.keys(v_TGE, lo, hi)).sub_(delta).mul_(weights)
+        _accumulate(sums.dk[lo:hi], ds, q)
+        sums.dq[:, rows].add_(torch.bmm(ds, k), alpha=scale)
+
+
+class PartGradients(NamedTuple):
+    """Sums of gradients in the accumulator's type: dq [G, N, E], dk and dv [T, G, E]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def even_steps(lo: int, hi: int, most: int) -> list[tuple[int, int]]:
+    """Cut [lo, hi) into the fewest nearly equal steps of at most `most`."""
+    count = -(-(hi - lo) // most)
+    edges = [lo + (hi - lo) * i // count for i in range(count + 1)] if count else []
+    return list(pairwise(edges))
+
+
+def hidden(ranges: KeyRanges, tile: Tile, lo: int, hi: int) -> Tensor:
+    """Return bool [slots, hi - lo]: the slots of a tile that do not see a key of [lo, hi)."""
+    key = torch.arange(lo, hi, device=ranges.lo.device)
+    bound_lo = ranges.lo[tile.first : tile.last, :, None]
+    bound_hi = ranges.hi[tile.first : tile.last, None, None]
+    return ((key < bound_lo) | (key >= bound_hi)).flatten(0, 1)
 
 
 def part_forward(state: SoftmaxState, q_GNE: Tensor, k_TGE: Tensor, v_TGE: Tensor, ranges: KeyRanges) -> None:
@@ -299,19 +343,10 @@ def part_forward(state: SoftmaxState, q_GNE: Tensor, k_TGE: Tensor, v_TGE: Tenso
         v_TGE: the part's values.
         ranges: the rows of the part that each block sees. Memory is bounded by a tile, never N x T.
     """
-    tiles = _Scores(q_GNE, k_TGE, ranges)
-    for tile in tiles.tiles:
-        rows = tiles.rows(tile)
-        q = q_GNE[:, rows].to(tiles.dtype) * q_GNE.shape[-1] ** -0.5
-        numerator, top, total = state.numerator[:, rows], state.max[:, rows], state.total[:, rows]
-        for lo, hi in tiles.steps(tile):
-            scores = tiles.visible(tile, q, tiles.keys(k_TGE, lo, hi), lo, hi)
-            new_top = torch.maximum(top, scores.amax(-1))
-            weights = scores.sub_(new_top[..., None]).exp_()
-            shrink = torch.exp(top - new_top)
-            total.mul_(shrink).add_(weights.sum(-1))
-            numerator.mul_(shrink[..., None]).add_(torch.bmm(weights, tiles.keys(v_TGE, lo, hi)))
-            top.copy_(new_top)
+    scores = Scores(q_GNE, k_TGE, ranges)
+    for tile in scores.tiles:
+        for lo, hi in scores.steps(tile):
+            scores.meet(state, tile, v_TGE, lo, hi)
 
 
 def part_backward(
@@ -321,23 +356,13 @@ def part_backward(
 
     The weights are recomputed from the final log-sum-exp, so parts are independent of one another.
     """
-    tiles = _Scores(q_GNE, k_TGE, ranges)
-    scale = q_GNE.shape[-1] ** -0.5
-    dk_TGE = torch.zeros_like(k_TGE, dtype=tiles.dtype)
-    dv_TGE = torch.zeros_like(v_TGE, dtype=tiles.dtype)
-    for tile in tiles.tiles:
-        rows = tiles.rows(tile)
-        q = q_GNE[:, rows].to(tiles.dtype) * scale
-        do = upstream.do[:, rows].to(tiles.dtype)
-        lse, delta = upstream.lse[:, rows, None], upstream.delta[:, rows, None]
-        for lo, hi in tiles.steps(tile):
-            k = tiles.keys(k_TGE, lo, hi)
-            weights = tiles.visible(tile, q, k, lo, hi).sub_(lse).exp_()
-            _accumulate(dv_TGE[lo:hi], weights, do)
-            ds = tiles.product("ds", do, tiles.keys(v_TGE, lo, hi)).sub_(delta).mul_(weights)
-            _accumulate(dk_TGE[lo:hi], ds, q)
-            dq_GNE[:, rows].add_(torch.bmm(ds, k), alpha=scale)
-    return dk_TGE, dv_TGE
+    scores = Scores(q_GNE, k_TGE, ranges)
+    zeros = (torch.zeros_like(x, dtype=scores.dtype) for x in (k_TGE, v_TGE))
+    sums = PartGradients(dq_GNE, *zeros)
+    for tile in scores.tiles:
+        for lo, hi in scores.steps(tile):
+            scores.gradients(sums, upstream, tile, v_TGE, lo, hi)
+    return sums.dk, sums.dv
 
 
 def _accumulate(out_sGE: Tensor, x_Gns: Tensor, y_GnE: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from csbp.attention import TORCH, Backend
 
-BackendName = Literal["torch", "triton"]
+BackendName = Literal["torch", "flash", "triton"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -32,6 +32,10 @@ def load_backend(name: str) -> Backend:
         return TORCH
     if name not in BACKENDS:
         raise BackendError(f"expected an attention backend among {BACKENDS}, found {name!r}")
+    if name == "flash":
+        from csbp.flash import FLASH
+
+        return FLASH
     if not _has_triton():
         raise BackendError("attention backend triton needs the package triton; install it, or take torch")
     from csbp.kernels.launch import TRITON

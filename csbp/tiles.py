@@ -94,18 +94,19 @@ class KeyRanges:
         found: Kept = self._kept[name]
         return found
 
-    def tiles(self, rows: int) -> list[Tile]:
+    def tiles(self, rows: int, sizes: TileSizes | None = None) -> list[Tile]:
         """Rectangles that cover what is visible, thick enough for matrix products and nearly free of waste.
 
         Args:
             rows: packed rows of a block.
+            sizes: by default those of the plain backend on this device.
         """
-        return self.keep(("tiles", rows), lambda: self._make_tiles(rows))
+        sizes = sizes or TILE_SIZES[self.lo.device.type]
+        return self.keep(("tiles", rows, sizes), lambda: self._make_tiles(rows, sizes))
 
-    def _make_tiles(self, rows: int) -> list[Tile]:
+    def _make_tiles(self, rows: int, sizes: TileSizes) -> list[Tile]:
         first, hi = self.on_host
         lo, last_lo = first[:, 0].tolist(), first[:, -1].tolist()
-        sizes = TILE_SIZES[self.lo.device.type]
         cells = _merge(_cells(lo, hi.tolist()), rows, sizes)
         return [tile for cell in cells for tile in _split(cell, rows, sizes.rows, lo, last_lo, hi.tolist())]
 

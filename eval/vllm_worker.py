@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from pipelines import vllm_cpu_seeds
+
 _ORPHAN_SECONDS = 5
 
 _COUNTERS = {
@@ -82,6 +84,7 @@ class Worker:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        vllm_cpu_seeds.repair()
         on_cpu = current_platform.is_cpu()
         if on_cpu and settings["method"] == "dflash":
             from eval.vllm_dflash_cpu import install

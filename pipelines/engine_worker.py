@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from pipelines import vllm_cpu_seeds
+
 _ORPHAN_SECONDS = 15
 
 
@@ -95,6 +97,7 @@ class Worker:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        vllm_cpu_seeds.repair()
         self._settings = settings
         self._out = out
         self._spool = Path(settings["spool"])

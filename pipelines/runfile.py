@@ -83,8 +83,8 @@ class ParallelConfig(BaseModel):
     )
     attention_backend: BackendName | Literal["auto"] = Field(
         default="auto",
-        description="`triton` kernels on a GPU, `torch` the plain form, of the drafter's other kernels too; "
-        "`auto` takes `triton` for half precision on a GPU, and says why where it does not.",
+        description="`triton` kernels on a GPU, `flash` PyTorch's FlashAttention where tiles are dense, `torch` "
+        "the plain form, of the drafter's other kernels too; `auto` takes `triton` for half precision on a GPU, and says why where it does not.",
     )
     deterministic: bool = Field(
         default=False,

@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from csbp.attention import (
+    TORCH,
     SoftmaxState,
     Upstream,
     own_block_backward,
     own_block_forward,
     own_block_mask,
     pack,
-    part_backward,
     part_forward,
     unpack,
 )
@@ -48,7 +48,7 @@ def dense(mask, q, kb, vb, k, v, do):
     return out, torch.autograd.grad(out, leaves, do.double(), materialize_grads=True)
 
 
-def in_parts(mask, q, kb, vb, k, v, do, parts):
+def in_parts(mask, q, kb, vb, k, v, do, parts, backend=TORCH):
     """Own block first, then the context in `parts`, a list of row sets that tile the axis."""
     own = own_block_mask(mask, B, q.device)
     packed = pack(q, G)
@@ -57,7 +57,7 @@ def in_parts(mask, q, kb, vb, k, v, do, parts):
     blocks = torch.arange(A)
     views = [(rows.indices(), key_ranges(LAYOUT, mask, blocks, rows)) for rows in parts]
     for index, ranges in views:
-        part_forward(state, packed, k[index], v[index], ranges)
+        backend.forward(state, packed, k[index], v[index], ranges)
     out, lse = state.finish()
     do = pack(do, G)
     upstream = Upstream(do, (do * out).sum(-1), lse)
@@ -65,7 +65,7 @@ def in_parts(mask, q, kb, vb, k, v, do, parts):
     dkb, dvb = own_block_backward(dq, packed, upstream, kb, vb, own)
     dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
     for index, ranges in views:
-        a, b = part_backward(dq, packed, upstream, k[index], v[index], ranges)
+        a, b = backend.backward(dq, packed, upstream, k[index], v[index], ranges)
         dk[index] += a
         dv[index] += b
     return unpack(out, B, H), (unpack(dq, B, H), dkb, dvb, dk, dv)

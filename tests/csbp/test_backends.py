@@ -4,6 +4,7 @@ import torch
 from csbp import backends
 from csbp.attention import TORCH
 from csbp.backends import BackendError, choose_backend, load_backend
+from csbp.flash import FLASH
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -32,6 +33,7 @@ def test_a_backend_that_was_asked_for_is_taken():
 
 def test_backends_that_cannot_be_loaded(monkeypatch):
     assert load_backend("torch") is TORCH
+    assert load_backend("flash") is FLASH
     with pytest.raises(BackendError, match="found 'fast'"):
         load_backend("fast")
     monkeypatch.setattr(backends, "_has_triton", lambda: False)

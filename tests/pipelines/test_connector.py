@@ -99,6 +99,21 @@ def check_sparse(store: FeatureStore, index: int, target: Path) -> None:
     assert torch.allclose(found, states[LAYERS - 1][labels.indices()], rtol=1e-3, atol=1e-3)
 
 
+def check_seeds(engine: VllmEngine) -> None:
+    """The seed alone decides a drawn answer, not in how many chunks its prompt was prefilled."""
+    nothing = {FEATURES: RowSet.of([]), LAST: RowSet.of([])}
+    drawn = []
+    for keys in (["chunks"], ["cached", "beside it"]):
+        for key in keys:
+            engine.submit(
+                Job(key, ids(7, 3 * STEP + 5), Sampling(8, temperature=1.0), nothing, seed=len(key))
+            )
+        drawn += [(captured.key, captured.output_ids) for captured in engine.results()]
+    answers = dict(drawn)
+    assert answers["chunks"] == answers["cached"]  # keys of six letters: one seed
+    assert answers["beside it"] != answers["cached"]
+
+
 def test_paged_capture(target: Path, tmp_path: Path) -> None:  # B5, B6, B16, G15
     """On a CPU: chunks, prefix-cache hits, generated tokens and mixed batches all give the target's rows."""
     engine = start(target, tmp_path)
@@ -126,6 +141,7 @@ def test_paged_capture(target: Path, tmp_path: Path) -> None:  # B5, B6, B16, G1
         output, rows = mixed["short"]
         assert len(output) == 12
         check(target, (short + output)[:-1], rows)  # the last token was never an input
+        check_seeds(engine)
     finally:
         engine.stop()
     assert not (tmp_path / "spool").exists()
