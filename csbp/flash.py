@@ -42,8 +42,8 @@ def check(device_type: str, dtype: torch.dtype, head: int) -> None:
     """
     if device_type != "cpu" and (dtype not in HALF or head % 8 or head > 256):
         raise ValueError(
-            "the flash backend takes bfloat16 and float16 rows with heads of a multiple of 8 up to 256 on a GPU, "
-            f"found {dtype} and {head}; use the torch backend"
+            "on a GPU the flash backend takes bfloat16 and float16 rows with heads of a multiple of 8 up to "
+            f"256, found {dtype} and {head}; use the torch backend"
         )
 
 

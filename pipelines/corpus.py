@@ -37,6 +37,11 @@ class DataConfig(BaseModel):
     max_length: int | None = Field(
         default=None, ge=2, description="Tokens of a sample that are used, from its start."
     )
+    upload_ahead: bool = Field(
+        False,
+        description="Copy the next micro-batch to the GPU, on a stream of its own, while one is computed; "
+        "holds its features there a second time.",
+    )
     prefetch: int = Field(
         default=2,
         ge=1,

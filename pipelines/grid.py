@@ -50,9 +50,10 @@ def step_settings(config: RunConfig, feature_bytes: int, device: torch.device) -
     Args:
         config: of the run.
         feature_bytes: of a stored feature element.
-        device: where a step is computed. A GPU's prefetched features wait in the host's memory.
+        device: where a step is computed. A GPU's prefetched features wait in the host's memory, but for the
+            micro-batch that `data.upload_ahead` copies.
     """
-    waiting = 0 if device.type == "cuda" else config.data.prefetch
+    waiting = int(config.data.upload_ahead) if device.type == "cuda" else config.data.prefetch
     return StepSettings(
         compute_bytes=compute_dtype(config.precision, device).itemsize,
         feature_bytes=feature_bytes,

@@ -84,6 +84,16 @@ class MicroBatch:
         """Move the tensors; the plan has placed its own."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def taken(self, device: torch.device) -> MicroBatch:
+        """The batch on `device`, for the current stream to use, whichever stream has brought it there."""
+        self.to(device)
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            for name in _MOVED:
+                if (tensor := getattr(self, name)) is not None:
+                    tensor.record_stream(stream)  # its memory is not given away before the step is done
+        return self
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         for name in _MOVED:
             tensor = getattr(self, name)
@@ -122,6 +132,7 @@ class Loader:
         seed: of the run.
         last_hidden: read last hidden states too.
         pin: into page-locked memory.
+        upload: a GPU that the next micro-batch is copied to beside the step; None leaves that to the step.
     """
 
     def __init__(
@@ -135,6 +146,7 @@ class Loader:
         seed: int,
         last_hidden: bool = False,
         pin: bool = False,
+        upload: torch.device | None = None,
     ) -> None:
         self._corpus = corpus
         self._sharding = sharding
@@ -143,13 +155,14 @@ class Loader:
         self._seed = seed
         self._last_hidden = last_hidden
         self._pin = pin
+        self._upload = upload
         self.sampler = Sampler(corpus.train, batch, self._measure(batch), seed)
         if batch.unit == "samples":
             batch.accumulation(sharding.replicas)  # refuse here, not in the reader's thread
 
     def train(self, first_step: int) -> Prefetcher[MicroBatch]:
         """Endless micro-batches from optimizer step `first_step` on, read ahead in a thread."""
-        return Prefetcher(self._train(first_step), self._corpus.config.prefetch)
+        return self._ahead(self._train(first_step))
 
     def held_out(self, max_batches: int | None) -> Prefetcher[MicroBatch]:
         """Held-out micro-batches of this replica; their anchors are the same at every validation.
@@ -163,9 +176,11 @@ class Loader:
         own = [
             groups[at : at + 1] for at in (number * replicas + self._sharding.replica for number in rounds)
         ]
-        return Prefetcher(
-            self._held_out([group[0] if group else [] for group in own]), self._corpus.config.prefetch
-        )
+        return self._ahead(self._held_out([group[0] if group else [] for group in own]))
+
+    def _ahead(self, batches: Iterator[MicroBatch]) -> Prefetcher[MicroBatch]:
+        reader = Prefetcher(batches, self._corpus.config.prefetch)
+        return reader if self._upload is None else Prefetcher(uploaded(reader, self._upload), 1)
 
     def _measure(self, batch: BatchConfig) -> Callable[[SampleRef], int]:
         if batch.unit == "tokens":
@@ -244,3 +259,19 @@ class Loader:
         wanted_U = at_AK[supervised_AK].unique()
         rows_AK = torch.searchsorted(wanted_U, at_AK).masked_fill(~supervised_AK, 0)
         return self._corpus.last_states(drawn.refs, lengths, wanted_U), rows_AK
+
+
+def uploaded(batches: Prefetcher[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """Micro-batches whose copies to a GPU have ended, made on a stream of their own.
+
+    To be run in a thread: it is the thread that waits for the copies, and the step finds them done.
+    """
+    stream = torch.cuda.Stream(device)
+    try:
+        for batch in batches:
+            with torch.cuda.stream(stream):
+                batch.to(device)
+            stream.synchronize()
+            yield batch
+    finally:
+        batches.close()

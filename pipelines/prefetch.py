@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -58,3 +58,6 @@ class Prefetcher(Iterator[Item], Generic[Item]):
                     return
         except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
             self._queue.put((error, True))
+        finally:
+            if isinstance(source, Generator):
+                source.close()  # it may hold a reader of its own

@@ -31,7 +31,16 @@ from pipelines.training_state import CheckpointConfig
 from pipelines.validation import ValidationConfig
 
 # Sections and keys that may differ when a run goes on: where and how fast it runs, not what it computes.
-FREE_ON_RESUME = ("checkpoint", "validation", "logging", "parallel", "batch.micro", "data.prefetch", "out")
+FREE_ON_RESUME = (
+    "checkpoint",
+    "validation",
+    "logging",
+    "parallel",
+    "batch.micro",
+    "data.prefetch",
+    "data.upload_ahead",
+    "out",
+)
 
 
 AnyTransport = Transport | Literal["auto"]
@@ -83,8 +92,9 @@ class ParallelConfig(BaseModel):
     )
     attention_backend: BackendName | Literal["auto"] = Field(
         default="auto",
-        description="`triton` kernels on a GPU, `flash` PyTorch's FlashAttention where tiles are dense, `torch` "
-        "the plain form, of the drafter's other kernels too; `auto` takes `triton` for half precision on a GPU, and says why where it does not.",
+        description="`triton` kernels on a GPU, `flash` PyTorch's FlashAttention where tiles are dense, "
+        "`torch` the plain form, of the drafter's other kernels too; `auto` takes `triton` for half "
+        "precision on a GPU, and says why where it does not.",
     )
     deterministic: bool = Field(
         default=False,

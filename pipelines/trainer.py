@@ -121,6 +121,7 @@ class Trainer:
             seed=config.seed,
             last_hidden=on_distribution,
             pin=device.type == "cuda",
+            upload=device if config.data.upload_ahead and device.type == "cuda" else None,
         )
         self.total_steps = config.schedule.total_steps(self.loader.sampler.steps_per_epoch)
         self.module = DraftStep(
@@ -225,7 +226,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         while True:
             with self._timed("forward"):
-                sums = self.module(batch.to(self.device))
+                sums = self.module(batch.taken(self.device))
             with self._timed("backward"):
                 self.engine.backward(sums.loss * scale, last=batch.last)
             loss_sum += sums.metrics["loss"]

@@ -51,7 +51,7 @@ def validate(module: DraftStep, batches: Iterable[MicroBatch], grid: Grid) -> di
     head, device = module.head, module.device
     sums = Sums()
     for batch in batches:
-        batch.to(device)
+        batch.taken(device)
         hidden_ABD = module.hidden(batch)
         with module.precision():
             walked = walk_metrics(

@@ -37,6 +37,12 @@ def test_rates_of_a_run_are_those_asked_for_with_the_memory_of_this_machine():
     assert asked.memory_bytes == pytest.approx(here.memory_bytes, rel=0.1)
 
 
+def test_a_gpu_holds_one_more_batch_when_it_is_copied_ahead(tmp_path):
+    for ahead in (False, True):
+        config = make_run(tmp_path, data={"upload_ahead": ahead})
+        assert step_settings(config, 2, GPU).prefetch == int(ahead)
+
+
 def test_read_ahead_features_share_the_memory_of_a_cpu_step_and_not_of_a_gpu_step(tmp_path):
     config = make_run(
         tmp_path, parallel={"retain": 1, "transport": ["ring"], "zero": 1}, batch={"samples": 4, "micro": 1}

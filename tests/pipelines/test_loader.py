@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from csbp.topology import Grid
 from drafter.attention import LayerMask
 from pipelines.corpus import Corpus, DataConfig, DataError, SampleRef, split
 from pipelines.draw import AnchorConfig
-from pipelines.loader import Loader, Sharding
+from pipelines.loader import Loader, Sharding, uploaded
 from pipelines.prefetch import Prefetcher
 from pipelines.sampler import BatchConfig, epoch_order
 from pipelines.store import FeatureStore
@@ -215,3 +216,57 @@ def test_reader_error_reaches_the_step():
     with pytest.raises(OSError, match="disk gone"):
         next(stream)
     stream.close()
+
+
+class Stream:
+    """A stream of a GPU that is not there: what was begun on it, and whether that was waited for."""
+
+    current: ClassVar[list] = []
+
+    def __init__(self, device):
+        self.begun, self.waited = [], 0
+        Stream.made = self
+
+    def __enter__(self):
+        Stream.current.append(self)
+
+    def __exit__(self, *_):
+        Stream.current.pop()
+
+    def synchronize(self):
+        self.waited = len(self.begun)
+
+
+class Batch:
+    def __init__(self, number):
+        self.number, self.on = number, None
+
+    def to(self, device):
+        self.on = Stream.current[-1]
+        self.on.begun.append(self.number)
+
+
+def test_the_next_batch_is_copied_on_a_stream_of_its_own_and_waited_for_by_the_thread(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    read = Prefetcher((Batch(number) for number in range(9)), depth=2)
+    ahead = Prefetcher(uploaded(read, torch.device("cpu")), depth=1)
+    for number in range(3):
+        batch = next(ahead)
+        assert batch.number == number
+        assert batch.on is Stream.made
+        assert Stream.made.waited > number
+    time.sleep(0.2)
+    assert Stream.made.begun == [0, 1, 2, 3]  # one ahead, however long the step takes
+    ahead.close()
+    assert not read._thread.is_alive()
+
+
+def test_a_batch_is_the_same_whether_it_was_copied_ahead_or_not(folder):
+    there = torch.device("cpu")
+    batches = zip(
+        take(loader(corpus(folder)).train(0), 3), take(loader(corpus(folder)).train(0), 3), strict=True
+    )
+    for one, other in batches:
+        taken = one.taken(there)
+        assert torch.equal(taken.features, other.to(there).features)
