@@ -169,10 +169,7 @@ def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int =
 
 
 def step_operations(step: Step, work: Workload) -> float:
-    """Floating-point operations of one step, by the forms of `csbp.cost`, one search of the head left out.
-
-    The kernels take candidates from the products of the loss.
-    """
+    """Floating-point operations of one step, by the forms of `csbp.cost`."""
     from csbp.cost import step_flops
     from csbp.visibility import first_visible, seen
     from pipelines.plan import drafter_shape
@@ -190,8 +187,8 @@ def step_operations(step: Step, work: Workload) -> float:
         fused_rows=max(rows),
         projected_rows=tuple(map(float, rows)),
         pairs=tuple(pairs),
+        shared_search=True,
     )
-    parts.pop("candidates")
     return sum(part.total for part in parts.values())
 
 

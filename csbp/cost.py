@@ -207,15 +207,16 @@ def step_flops(
     pairs: tuple[float, ...],
     scored_rows: int | None = None,
     selector_fraction: float = 1.0,
+    shared_search: bool = False,
 ) -> dict[str, Flops]:
     """Operations of the matrix products of one rank's step, by part.
 
     A product of a weight costs 2 m n k forward and twice that backward (one product for the input, one for
     the weight). Exceptions: features carry no gradient, so `fuse` has one backward product; the head is
     frozen and the loss makes the gradient of its rows together with the logits, so `vocabulary` is two
-    products, both forward; the selector's candidates are one more search of the whole vocabulary, and each
-    costs two products with its head row (the logit and its gradient). Attention does two products per pair
-    forward and five backward.
+    products, both forward; the selector's candidates are one more search of the whole vocabulary (none with
+    `shared_search`), and each costs two products with its head row (the logit and its gradient). Attention
+    does two products per pair forward and five backward.
 
     Args:
         shape: the drafter.
@@ -225,6 +226,7 @@ def step_flops(
         pairs: (query row, key) pairs of the rank per layer, own block included.
         scored_rows: rows of the head that the loss scores; None for the whole vocabulary.
         selector_fraction: share of the blocks that train the selector.
+        shared_search: the loss's own products give the candidates, as the GPU's kernels do.
 
     Returns:
         fuse, context_kv, block_projections, attention, mlp, convolution, vocabulary, candidates, selector.
@@ -238,6 +240,7 @@ def step_flops(
 
     fused = 2 * fused_rows * shape.feature_width * d
     candidates = 2 * chosen * d * shape.selector_top_k
+    search = 0.0 if shared_search else 2 * chosen * d * shape.vocabulary
     selector = product(chosen, shape.selector_rank, d * (2 if shape.low_rank_selector else 1))
     return {
         "fuse": Flops(fused, fused),
@@ -247,7 +250,7 @@ def step_flops(
         "mlp": product(rows * layers, 3 * shape.intermediate, d),
         "convolution": product(rows * layers, 2 * shape.conv_coefficients, d),
         "vocabulary": Flops(4 * slots * d * scored, 0.0),
-        "candidates": Flops(2 * chosen * d * shape.vocabulary + candidates, candidates),
+        "candidates": Flops(search + candidates, candidates),
         "selector": selector,
     }
 

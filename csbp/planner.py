@@ -205,7 +205,8 @@ def _estimate(question: Question, ranks: int) -> Candidate:
 def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, float]:
     """Seconds of one micro-step of a rank and the update after it, by part.
 
-    Products and attention run at the device's reached rates. `memory traffic` moves every kept activation
+    Products (of the context rows, of the block layers, with the head) and attention run at the device's
+    reached rates. `memory traffic` moves every kept activation
     three times (written, read, its gradient). Context bytes travel behind the attention of the same layer,
     so only what takes longer is exposed. The reduction of gradients runs behind the backward pass too, but
     is counted whole, since nobody has measured how much of it a device hides.
@@ -219,12 +220,17 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
         pairs=tuple(layer.pairs for layer in share.layers),
         scored_rows=settings.vocabulary_sample or shape.vocabulary,
         selector_fraction=settings.selector_fraction,
+        shared_search=settings.tensor_cores and not settings.vocabulary_sample,
     )
     attention_rate = device.matmul_flops * device.attention_efficiency
     attention = flops.pop("attention").total / attention_rate
-    again = sum(flops[name].forward for name in _made_again(settings))
+    again = _made_again(settings)
     rate = device.matmul_flops * device.matmul_efficiency
-    products = (again + sum(part.total for part in flops.values())) / rate
+
+    def products(*names: str) -> float:
+        done = (flops[name].total + (flops[name].forward if name in again else 0.0) for name in names)
+        return sum(done) / rate
+
     kept = shape.layers * share.blocks * shape.block_size * block_row_bytes(shape, settings)
     exposed = 0.0
     for layer in share.layers:
@@ -237,7 +243,9 @@ def step_time(question: Question, share: RankShare, ranks: int) -> dict[str, flo
     updated = parameters / (world if stage else 1)
     read = share.feature_rows * shape.feature_width * settings.feature_bytes
     time = {
-        "matrix products": products,
+        "context rows": products("fuse", "context_kv"),
+        "block layers": products("block_projections", "mlp", "convolution"),
+        "head": products("vocabulary", "candidates", "selector"),
         "attention": attention,
         "memory traffic": 3 * kept / device.memory_bandwidth,
         "context transport": exposed,

@@ -126,3 +126,14 @@ def test_whole_step_with_planned_attention(window):
     config = config_of(2, window)
     total = counted(config, work, None, ObjectiveConfig.model_validate({}))
     assert sum(modelled(config, work).values()) == pytest.approx(total, rel=0.05)
+
+
+def test_candidates_from_the_products_of_the_loss_save_one_product_with_the_head():
+    config = config_of(2, None)
+    shape = drafter_shape(config)
+    sizes = {"blocks": 64.0, "fused_rows": 512.0, "projected_rows": (512.0,) * 2, "pairs": (1e5,) * 2}
+    apart, shared = (step_flops(shape, **sizes, shared_search=way) for way in (False, True))
+    rows = 64 * shape.supervised_slots
+    saved = apart["candidates"].total - shared["candidates"].total
+    assert saved == 2 * rows * shape.hidden * shape.vocabulary == apart["vocabulary"].total / 2
+    assert {name for name in apart if apart[name] != shared[name]} == {"candidates"}

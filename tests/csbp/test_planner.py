@@ -140,7 +140,9 @@ def test_making_rows_again_trades_time_for_memory(setting, smaller):
     again = make_plan(question(FULL, FULL, **sizes, **{setting: True})).candidates[0]
     assert again.peak_bytes < 0.95 * kept.peak_bytes
     assert again.peak.get(smaller, 0) < kept.peak[smaller]
-    assert again.time["matrix products"] > 1.02 * kept.time["matrix products"]
+    part = "context rows" if setting == "recompute_context" else "block layers"
+    assert again.time[part] > 1.2 * kept.time[part]
+    assert again.time["head"] == kept.time["head"]
 
 
 def test_memory_of_context_rows_is_linear_in_context_over_ranks():

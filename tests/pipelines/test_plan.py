@@ -90,7 +90,14 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would():
 def test_tables_show_every_divisor_and_the_assumption():
     text = printed(render_plan(run_plan(options(anchors=2048))))
     assert "1,924,404,480 parameters" in text
-    for part in ("weights", "optimizer state", "block activations", "matrix products", "gradient reduction"):
+    for part in (
+        "weights",
+        "optimizer state",
+        "block activations",
+        "block layers",
+        "head",
+        "gradient reduction",
+    ):
         assert part in text
     assert "P = 1" in text
     assert "P = 4" in text
