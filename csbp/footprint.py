@@ -8,6 +8,7 @@ tensor by tensor, as the drafter's modules save them. Parameters are float32 wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from csbp.choice import Placement
 from csbp.cost import DrafterShape
 from csbp.routes import Transport
 from csbp.share import LayerShare, RankShare
+from drafter.vocabulary import chunk_rows
 
 WIDE = 4  # parameters, gradients, moments, residual stream, softmax and loss statistics: float32
 REDUCTION_BUCKET = 1 << 25  # gradients averaged at once: 128 MiB, enough to fill a link, little to hold
@@ -206,13 +208,22 @@ class _Step:
         }
 
     def vocabulary_loss(self) -> dict[str, float]:
-        """The loss keeps supervised rows and their gradient; logits exist in tiles, two in the selector."""
+        """The loss keeps supervised rows and their gradient; logits exist in tiles, two in the selector.
+
+        A GPU's kernels take chunks of rows instead: their products and the weights made of them.
+        """
         wide_row = self.shape.hidden * WIDE
-        tile_rows, tile_width = min(self.slots, ROW_TILE), min(self.shape.vocabulary, VOCABULARY_TILE)
-        logits = (2 if self.shape.selector_rank else 1) * tile_rows * tile_width * WIDE
-        tiles = logits + 2 * tile_rows * wide_row
-        if self.settings.narrow and not self.settings.tensor_cores:
-            tiles += tile_width * wide_row
+        if self.settings.tensor_cores:
+            scored, element = (
+                self.settings.vocabulary_sample or self.shape.vocabulary,
+                self.settings.compute_bytes,
+            )
+            rows = min(self.slots, chunk_rows(math.ceil(self.slots), scored, element))
+            tiles = rows * (scored * (WIDE + element) + 2 * wide_row)
+        else:
+            rows, width = min(self.slots, ROW_TILE), min(self.shape.vocabulary, VOCABULARY_TILE)
+            tiles = (2 if self.shape.selector_rank else 1) * rows * width * WIDE + 2 * rows * wide_row
+            tiles += width * wide_row if self.settings.narrow else 0
         return {
             **self.state(0, reducing=False),
             **self.context(self.shape.layers),

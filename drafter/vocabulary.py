@@ -27,6 +27,7 @@ from drafter.kernels import fused
 
 ROW_TILE = 512
 VOCABULARY_TILE = 2048
+CHUNK_BYTES = 5 << 29  # 2.5 GiB: products in float32 and weights in half precision of a chunk of the kernels
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,15 @@ def product(rows: Tensor, table: Tensor) -> Tensor:
     if rows.is_cuda and table.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(rows.to(table.dtype), table, out_dtype=torch.float32)
     return rows @ table.to(rows.dtype)
+
+
+def chunk_rows(rows: int, columns: int, element_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Rows of a chunk of `drafter.kernels.vocabulary`: equal chunks of whole tiles of 128 rows that
+    `chunk_bytes` hold, at least one tile.
+    """
+    most = max(128, chunk_bytes // (columns * (4 + element_bytes)) // 128 * 128)
+    chunks = -(-rows // most)
+    return max(1, -(-rows // (128 * max(1, chunks))) * 128)
 
 
 def tiles(length: int, size: int) -> Iterator[slice]:

@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from drafter.kernels.launch import Launch
+from drafter.vocabulary import CHUNK_BYTES, chunk_rows, product
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEGMENT = 64  # columns with one maximum
 COLUMNS = 4096  # of a step
-CHUNK_BYTES = 5 << 29  # 2.5 GiB: products in float32 and weights in half precision of one chunk
 
 
 @triton.jit
@@ -187,13 +187,6 @@ def weights_launch(
     return Launch(weights_kernel, (rows, -(-columns // COLUMNS)), arguments, options)
 
 
-def chunk_rows(rows: int, columns: int, element_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Rows of a chunk: equal chunks of whole tiles of 128 rows that `chunk_bytes` hold, at least one tile."""
-    most = max(128, chunk_bytes // (columns * (4 + element_bytes)) // 128 * 128)
-    chunks = -(-rows // most)
-    return max(1, -(-rows // (128 * max(1, chunks))) * 128)
-
-
 def best_tokens(products_mV: Tensor, segments_mS: Tensor, k: int) -> Tensor:
     """int64 [m, k]: columns of the k largest products, largest first.
 
@@ -250,8 +243,6 @@ def score(
         differentiable: make the gradient.
         chunk_bytes: what the largest chunk may take.
     """
-    from drafter.vocabulary import product
-
     (rows, width), columns = hidden_MD.shape, len(table_VD)
     ce = torch.empty(rows, dtype=torch.float32, device=hidden_MD.device)
     gradient = ce.new_empty((rows, width) if differentiable else 0)
