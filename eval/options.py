@@ -64,7 +64,11 @@ class EvalOptions(BaseModel):
     seed: int = Field(default=0, description="Of prompt choice, sampling and resampling")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of all weights")
     device: str = Field(default="auto", description="auto, cpu or cuda")
-    attention: str = Field(default="folded", description="folded, or an attn_implementation of transformers")
+    attention: str = Field(
+        default="auto",
+        description="Of the hf backend's target: folded, or an attn_implementation of transformers; auto takes "
+        "flash_attention_2 in half precision on a GPU where flash-attn is installed, else folded",
+    )
     prepack: bool = Field(
         default=True, description="Keep packed copies of the weights for few-row steps on a CPU"
     )

@@ -40,7 +40,7 @@ from eval.provenance import draft_caches, machine, settings_of
 from eval.report import build_report, read_report, write_report
 from eval.responses import PLAIN, Response, ResponseFile, failed
 from eval.sampling import Sampling
-from eval.target import Target
+from eval.target import Target, choose_attention
 from eval.vllm_run import RUNS, EngineEvaluation
 from pipelines.target import load_tokenizer, resolve_target
 
@@ -63,6 +63,11 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     """
     started = time.time()
     checkpoint = resolve_target(options.target)
+    if options.attention == "auto":  # what was chosen is a setting of the report
+        chosen = choose_attention(
+            options.torch_device(), getattr(torch, options.dtype), batched=options.batch_size > 1
+        )
+        options = options.model_copy(update={"attention": chosen})
     loaded = [
         p for source in options.data for p in load_prompts(source, limit=options.limit, seed=options.seed)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ _PREFILL_CELLS = 1 << 25
 _PREFILL_ROWS_LEAST = 256
 
 Observe = Callable[[Tensor], None]
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, *, batched: bool) -> str:
+    """The attention of a target: flash-attn where it runs, else `folded`.
+
+    Args:
+        device: of the target.
+        dtype: of its weights.
+        batched: several prompts of their own lengths in one step need a mask, which flash-attn does not take.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type == "cuda" and half and not batched and find_spec("flash_attn") is not None:
+        return "flash_attention_2"
+    return "folded"
 
 
 class Target:

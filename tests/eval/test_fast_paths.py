@@ -13,7 +13,7 @@ from eval.kv_cache import RoomyLayer, open_cache
 from eval.lookup import LookupDrafter
 from eval.prepack import PackedLinear, can_prepack, prepack_linears
 from eval.sampling import Sampling, best_tokens
-from eval.target import Target
+from eval.target import Target, choose_attention
 from tests.eval.conftest import tiny_drafter, tiny_model
 
 needs_packing = pytest.mark.skipif(
@@ -166,3 +166,14 @@ def test_growing_layer_equals_concatenation_through_crops():
 def test_window_layers_keep_transformers_own_cache():
     cache = open_cache(tiny_model("sliding").config)
     assert {type(layer).__name__ for layer in cache.layers} == {"DynamicSlidingWindowLayer"}
+
+
+def test_flash_attention_is_chosen_where_it_runs(monkeypatch):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr("eval.target.find_spec", lambda name: name == "flash_attn")
+    assert choose_attention(gpu, torch.bfloat16, batched=False) == "flash_attention_2"
+    assert choose_attention(gpu, torch.bfloat16, batched=True) == "folded"  # needs a mask
+    assert choose_attention(gpu, torch.float32, batched=False) == "folded"
+    assert choose_attention(cpu, torch.bfloat16, batched=False) == "folded"
+    monkeypatch.setattr("eval.target.find_spec", lambda name: None)
+    assert choose_attention(gpu, torch.bfloat16, batched=False) == "folded"
