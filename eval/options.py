@@ -66,8 +66,8 @@ class EvalOptions(BaseModel):
     device: str = Field(default="auto", description="auto, cpu or cuda")
     attention: str = Field(
         default="auto",
-        description="Of the hf backend's target: folded, or an attn_implementation of transformers; auto takes "
-        "flash_attention_2 in half precision on a GPU where flash-attn is installed, else folded",
+        description="Of the hf backend's target: folded, or an attn_implementation of transformers; auto "
+        "takes flash_attention_2 in half precision on a GPU where flash-attn is installed, else folded",
     )
     prepack: bool = Field(
         default=True, description="Keep packed copies of the weights for few-row steps on a CPU"
