@@ -11,9 +11,9 @@ from csbp.ownership import StepCost
 from csbp.planner import step_cost
 from csbp.topology import Grid
 from drafter.config import DrafterConfig
+from drafter.precision import compute_dtype
 from pipelines.corpus import Corpus
 from pipelines.plan import auto_context_ranks, drafter_shape, this_device
-from pipelines.precision import compute_dtype
 from pipelines.ranks import TIMEOUT, from_first_rank, ranks_of_this_machine
 from pipelines.runfile import RunConfig
 

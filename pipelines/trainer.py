@@ -25,6 +25,7 @@ from csbp.plan import StepPlan, plan_step
 from csbp.transport import Wire
 from drafter import kernels
 from drafter.model import Drafter
+from drafter.precision import compute_dtype, set_cpu_products
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
 from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
@@ -33,7 +34,6 @@ from pipelines.grid import make_cost, make_grid
 from pipelines.loader import Loader, MicroBatch, Sharding
 from pipelines.logs import RunLog, peak_memory_bytes
 from pipelines.optimization import Engine, NonFiniteError
-from pipelines.precision import compute_dtype, set_cpu_products
 from pipelines.prefetch import Prefetcher
 from pipelines.ranks import (
     add_over_ranks,

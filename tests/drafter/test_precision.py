@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipelines.precision import compute_dtype, set_cpu_products
+from drafter.precision import compute_dtype, float32_products, set_cpu_products
 
 
 @pytest.fixture
@@ -29,6 +29,15 @@ def test_a_cpu_rounds_operands_and_nothing_else(bf16_products):
     # sums of 512 float32 terms; a result in bfloat16 would be 0.4 % off
     assert (found - rounded).norm() / rounded.norm() < 1e-6
     assert (found - rows.double() @ weight.double()).norm() / rounded.norm() > 1e-3
+
+
+def test_attention_can_ask_for_full_precision(bf16_products):
+    rows, weight = torch.randn(64, 512), torch.randn(512, 300)
+    exact = rows.double() @ weight.double()
+    with pytest.raises(KeyError), float32_products():
+        assert ((rows @ weight).double() - exact).norm() / exact.norm() < 1e-6
+        raise KeyError
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 
 def test_float32_products_are_exact_again_after_a_bf16_run(bf16_products):

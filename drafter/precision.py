@@ -7,6 +7,8 @@ float32, nothing but products loses digits, and a core with AMX is several times
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -22,3 +24,18 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 def set_cpu_products(precision: Precision) -> None:
     """Let this process's float32 products on a CPU round their operands to bfloat16, or no longer."""
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "none"  # type: ignore[attr-defined]
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Products of full precision for a while, whatever `set_cpu_products` said.
+
+    Small ones of ever other shapes, like attention's tiles, take several times as long in bfloat16.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "none"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
