@@ -34,6 +34,7 @@ from eval.draft_length import AcceptanceModel
 from eval.errors import EvalError
 from eval.metrics import acceptance_at, acceptance_length, buckets_present, in_bucket
 from eval.statistics import compare, estimate
+from pipelines.draw import write_rejected
 from pipelines.store import FeatureStore, Sample
 from pipelines.target import resolve_target
 
@@ -57,6 +58,11 @@ class ReplayOptions(BaseModel):
     )
     adaptive: Path | None = Field(
         None, description="Also fit, for one drafter, how likely each draft is accepted: a file for `eval`."
+    )
+    rejected: Path | None = Field(
+        None,
+        description="Also write, for one drafter, the anchors at which not all drafts were accepted: a file "
+        "for `train` with anchors.rule rejected.",
     )
     seed: int = Field(0, description="Of the resampling.")
 
@@ -84,18 +90,26 @@ def run_replay(options: ReplayOptions) -> dict[str, Any]:
         for store in stores:
             _check_fit(method, store)
     places = [(store, index) for store in stores for index in _chosen(store, options.limit)]
-    if options.adaptive is not None and len(methods) > 1:
-        raise EvalError(f"--adaptive is fitted for one drafter, found {len(methods)}")
+    for name, file in (("adaptive", options.adaptive), ("rejected", options.rejected)):
+        if file is not None and len(methods) > 1:
+            raise EvalError(f"--{name} is for one drafter, found {len(methods)}")
     evidence: Evidence | None = None if options.adaptive is None else []
     steps: dict[str, dict[str, list[Step]]] = {method.name: {} for method in methods}
+    rejected: dict[str, list[int]] = {}
     with _progress() as progress:
         bar = progress.add_task("replay", total=len(places) * len(methods))
         for store, index in places:
             sample = store.sample(index)
             for method in methods:
-                found = replay_sample(method.model, method.head, store, index, method.block, evidence)
-                if found:
-                    steps[method.name][sample.id] = found
+                spans = replay_spans(method.model, method.head, store, index, method.block, evidence)
+                if spans:
+                    steps[method.name][sample.id] = [step for _, found in spans for step in found]
+                    rejected[sample.id] = [
+                        start + step.context
+                        for start, found in spans
+                        for step in found
+                        if step.accepted < step.drafted
+                    ]
                 progress.advance(bar)
     if not any(steps.values()):
         raise EvalError(
@@ -107,18 +121,24 @@ def run_replay(options: ReplayOptions) -> dict[str, Any]:
         fitted = AcceptanceModel.fit(*(torch.cat(parts) for parts in zip(*evidence, strict=True)))
         fitted.save(options.adaptive)
         report["adaptive"] = {"file": str(options.adaptive), **vars(fitted)}
+    if options.rejected is not None:
+        write_rejected(options.rejected, rejected)
+        report["rejected"] = {"file": str(options.rejected), "anchors": sum(map(len, rejected.values()))}
     return report
 
 
-def replay_sample(
+def replay_spans(
     model: Drafter,
     head: FrozenHead,
     store: FeatureStore,
     index: int,
     block: int,
     evidence: Evidence | None = None,
-) -> list[Step]:
+) -> list[tuple[int, list[Step]]]:
     """The steps of greedy speculative decoding over one captured sample; times are zero.
+
+    For every span of the target's tokens, the first token of its document and the steps, whose context counts
+    from there.
 
     Args:
         model: in evaluation mode.
@@ -139,7 +159,8 @@ def replay_sample(
     steps = []
     for start, stop in spans:
         document = int(torch.searchsorted(sample.document_starts, start, right=True)) - 1
-        steps += walk(accepted[start:stop].tolist(), start - int(sample.document_starts[document]), block - 1)
+        first = int(sample.document_starts[document])
+        steps.append((first, walk(accepted[start:stop].tolist(), start - first, block - 1)))
     return steps
 
 
@@ -285,7 +306,7 @@ def render_replay(report: dict[str, Any]) -> Table:
     """One row a drafter."""
     table = Table(
         title=f"acceptance length over {report['samples']} captured responses, replayed",
-        caption="\n".join([*map(_difference, report["comparisons"]), *_fitted(report)]),
+        caption="\n".join([*map(_difference, report["comparisons"]), *_files(report)]),
     )
     for column in ("drafter", "acceptance length", "95 % interval", "accepted by position", "by context"):
         table.add_column(column)
@@ -301,14 +322,16 @@ def render_replay(report: dict[str, Any]) -> Table:
     return table
 
 
-def _fitted(report: dict[str, Any]) -> list[str]:
-    found = report.get("adaptive")
-    if found is None:
-        return []
-    return [
-        f"acceptance model in {found['file']}: log loss {found['log_loss']:.3f} nats over {found['drafts']} "
-        f"drafts, {found['base_log_loss']:.3f} by position alone"
-    ]
+def _files(report: dict[str, Any]) -> list[str]:
+    lines = []
+    if fitted := report.get("adaptive"):
+        lines.append(
+            f"acceptance model in {fitted['file']}: log loss {fitted['log_loss']:.3f} nats over "
+            f"{fitted['drafts']} drafts, {fitted['base_log_loss']:.3f} by position alone"
+        )
+    if rejected := report.get("rejected"):
+        lines.append(f"{rejected['anchors']:,} anchors with rejected drafts in {rejected['file']}")
+    return lines
 
 
 def _difference(comparison: dict[str, Any]) -> str:

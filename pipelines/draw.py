@@ -1,4 +1,4 @@
-"""Which legal anchors a step takes of a sample: three rules, all without replacement.
+"""Which legal anchors a step takes of a sample: four rules, all without replacement.
 
 Draws come from (seed, sample id, epoch, document) by a counter-based generator, so every rank draws the same
 list and a resumed run the same again; nothing is kept between calls. Below, n legal anchors of a document and
@@ -15,21 +15,28 @@ nearly the same rows, so a step reads about one window and the neighbourhood's s
 `supervised` gives every span of neighbouring legal anchors (an answer) the same number, as far as it has so
 many, and then takes them uniformly from the span: a short answer is not outnumbered by a long one. What is
 left after equal numbers goes, one each, to spans drawn uniformly from those that have more.
+
+`rejected` takes a share of m from the anchors that a list names, uniformly, and the others uniformly from the
+rest. The list is where an earlier drafter's own decoding was rejected (`longdraft replay --rejected`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from pipelines.anchors import Tokens, legal_anchors, legal_per_document
+from pipelines.files import write_text_atomically
 
-AnchorRule = Literal["uniform", "locality", "supervised"]
+AnchorRule = Literal["uniform", "locality", "supervised", "rejected"]
 
 
 class AnchorConfig(BaseModel):
@@ -41,7 +48,15 @@ class AnchorConfig(BaseModel):
         default="uniform",
         description="`uniform`: anywhere. `locality`: in `neighbourhoods`, so that the windows of a step "
         "overlap and few rows are read; every anchor is still equally likely. `supervised`: as many from a "
-        "short answer as from a long one.",
+        "short answer as from a long one. `rejected`: mostly those that the file `rejected` names.",
+    )
+    rejected: Path | None = Field(
+        default=None,
+        description="Anchors at which a drafter's own decoding was rejected, from `replay --rejected`; goes "
+        "with the rule `rejected`.",
+    )
+    rejected_share: float = Field(
+        default=0.75, gt=0, le=1, description="Of the anchors under `rejected`, as far as there are so many."
     )
     per_document: int = Field(
         default=512,
@@ -60,15 +75,64 @@ class AnchorConfig(BaseModel):
         "times the block size. At least its share, at most an equal part of the document.",
     )
 
+    @model_validator(mode="after")
+    def _list_and_rule(self) -> AnchorConfig:
+        if (self.rule == "rejected") != (self.rejected is not None):
+            raise ValueError(
+                f"rule {self.rule} with rejected {self.rejected}: the rule `rejected` needs the file that "
+                "`longdraft replay --rejected` writes, and no other rule takes one"
+            )
+        return self
+
     def taken(self, legal: int) -> int:
         """m: anchors taken from a document with that many legal ones."""
         return min(self.per_document, legal)
 
 
+class ListError(ValueError):
+    """A list of rejected anchors cannot be used."""
+
+
+def write_rejected(path: Path, rejected: Mapping[str, Sequence[int]]) -> None:
+    """Write a list of anchors by sample id, one JSON object a line."""
+    lines = (json.dumps({"id": name, "anchors": list(anchors)}) + "\n" for name, anchors in rejected.items())
+    write_text_atomically(path, "".join(lines))
+
+
+def read_rejected(path: Path) -> dict[str, np.ndarray]:
+    """Anchors by sample id.
+
+    Raises:
+        ListError: no such file, or a line of it is none of a list.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {row["id"]: np.array(row["anchors"], dtype=np.int64) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ListError(
+            f"anchors.rejected: {path} is no list of anchors ({error}); make one with `longdraft replay "
+            "--store STORE --drafter DRAFTER --rejected FILE`"
+        ) from None
+
+
 def draw_anchors(
-    tokens: Tokens, config: AnchorConfig, block_size: int, seed: int, epoch: int | str
+    tokens: Tokens,
+    config: AnchorConfig,
+    block_size: int,
+    seed: int,
+    epoch: int | str,
+    listed: np.ndarray | None = None,
 ) -> Tensor:
-    """int64 [A], ascending: the anchors of one sample in one epoch, the same on every rank."""
+    """int64 [A], ascending: the anchors of one sample in one epoch, the same on every rank.
+
+    Args:
+        tokens: of the sample.
+        config: the rule.
+        block_size: rows of a block.
+        seed: of the run.
+        epoch: or another name of the draw.
+        listed: the sample's anchors in the list of the rule `rejected`; None for none.
+    """
     legal = legal_anchors(tokens)
     drawn = [legal[:0]]
     for document, own in enumerate(legal.split(legal_per_document(tokens, legal))):
@@ -76,7 +140,12 @@ def draw_anchors(
             drawn.append(own)
             continue
         words = _Words(f"{seed}\0{tokens.sample_id}\0{epoch}\0{document}")
-        drawn.append(own[torch.from_numpy(_places(own.numpy(), config, block_size, words))])
+        if config.rule == "rejected":
+            named = np.isin(own.numpy(), [] if listed is None else listed)
+            places = _listed_places(named, config, words)
+        else:
+            places = _places(own.numpy(), config, block_size, words)
+        drawn.append(own[torch.from_numpy(places)])
     return torch.cat(drawn)
 
 
@@ -110,6 +179,15 @@ def _places(legal: np.ndarray, config: AnchorConfig, block_size: int, words: _Wo
     if config.rule == "locality":
         return _neighbourhood_places(len(legal), config, block_size, words)
     return _span_places(legal, config.per_document, words)
+
+
+def _listed_places(named: np.ndarray, config: AnchorConfig, words: _Words) -> np.ndarray:
+    """int64 [m], ascending: places among n > m legal anchors, of which some are `named` [n]."""
+    inside, outside = np.flatnonzero(named), np.flatnonzero(~named)
+    count = config.per_document
+    wanted = min(len(inside), max(round(config.rejected_share * count), count - len(outside)))
+    picks = (inside[words.subset(len(inside), wanted)], outside[words.subset(len(outside), count - wanted)])
+    return np.sort(np.concatenate(picks))
 
 
 def _neighbourhood_places(size: int, config: AnchorConfig, block_size: int, words: _Words) -> np.ndarray:

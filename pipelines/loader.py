@@ -20,7 +20,7 @@ from csbp.ownership import visible_rows
 from csbp.plan import StepPlan
 from pipelines.anchors import Blocks, Tokens, build_blocks
 from pipelines.corpus import Corpus, SampleRef
-from pipelines.draw import AnchorConfig, draw_anchors
+from pipelines.draw import AnchorConfig, draw_anchors, read_rejected
 from pipelines.prefetch import Prefetcher
 from pipelines.sampler import BatchConfig, Sampler
 
@@ -151,6 +151,7 @@ class Loader:
         self._corpus = corpus
         self._sharding = sharding
         self._anchors = anchors
+        self._rejected = {} if anchors.rejected is None else read_rejected(anchors.rejected)
         self._block_size = block_size
         self._seed = seed
         self._last_hidden = last_hidden
@@ -213,7 +214,14 @@ class Loader:
             refs = [ref for ref, _ in picked]
             tokens = [self._corpus.tokens(ref) for ref in refs]
             anchors = [
-                draw_anchors(sample, self._anchors, self._block_size, self._seed, epoch)
+                draw_anchors(
+                    sample,
+                    self._anchors,
+                    self._block_size,
+                    self._seed,
+                    epoch,
+                    self._rejected.get(sample.sample_id),
+                )
                 for sample, (_, epoch) in zip(tokens, picked, strict=True)
             ]
         return _Drawn(refs, tokens, build_blocks(tokens, anchors, self._block_size))

@@ -10,8 +10,9 @@ from drafter.checkpoint import save_drafter
 from drafter.frozen import FrozenHead
 from eval.block_drafter import BlockDrafter
 from eval.errors import EvalError
-from eval.replay import ReplayOptions, render_replay, replay_sample, run_replay, walk
+from eval.replay import ReplayOptions, render_replay, replay_spans, run_replay, walk
 from eval.sampling import Sampling
+from pipelines.draw import read_rejected
 from pipelines.store import FeatureStore, Manifest, StoreWriter, TokenSample
 from pipelines.target import config_fingerprint
 from tests.drafter.tiny import TARGET, VOCABULARY, tiny_config, tiny_drafter, tiny_head
@@ -84,7 +85,8 @@ def test_replay_counts_the_steps_that_decoding_takes(tmp_path, version, window):
     target = write_target(tmp_path / "target")
     store = FeatureStore.open(write_store(tmp_path / "store", target, config, samples))
     for number, script in enumerate(scripts):
-        steps = replay_sample(drafter, tiny_head(), store, store.ids.index(f"sample-{number}"), 4)
+        ((first, steps),) = replay_spans(drafter, tiny_head(), store, store.ids.index(f"sample-{number}"), 4)
+        assert first == 0
         assert [step.accepted for step in steps] == script
         assert sum(step.emitted for step in steps) == len(samples[number][0]) - PROMPT - 1
         assert steps[0].context == PROMPT
@@ -112,6 +114,27 @@ def test_report_pools_steps_and_compares_drafters(tmp_path):
     (difference,) = report["comparisons"]
     assert difference["acceptance_length"]["difference"] < 0
     render_replay(report)
+
+
+def test_anchors_of_rejected_drafts_are_written_for_training(tmp_path):
+    config = tiny_config(2)
+    drafter = tiny_drafter(config).eval()
+    features = torch.randn(80, config.feature_width, generator=torch.Generator().manual_seed(5))
+    script = [3, 2, 3, 0, 1, 3]
+    text = scripted_text(drafter, features, script, 5)
+    target = write_target(tmp_path / "target")
+    write_store(tmp_path / "store", target, config, [(text, features)])
+    save_drafter(drafter, tmp_path / "good", head=FrozenHead.from_checkpoint(target), target_name="tiny")
+    file = tmp_path / "rejected.jsonl"
+    options = {"store": [tmp_path / "store"], "drafter": [str(tmp_path / "good")], "rejected": file}
+    report = run_replay(ReplayOptions.model_validate(options))
+    # steps of 4, 3, 4, 1, 2 and 4 tokens: the second, fourth and fifth have a rejected draft
+    assert read_rejected(file)["sample-0"].tolist() == [PROMPT + 4, PROMPT + 11, PROMPT + 12]
+    assert report["rejected"] == {"file": str(file), "anchors": 3}
+    assert "3 anchors" in str(render_replay(report).caption)
+    options["drafter"].append(f"b={tmp_path / 'good'}")
+    with pytest.raises(EvalError, match="--rejected is for one drafter"):
+        run_replay(ReplayOptions.model_validate(options))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from csbp.layout import BlockLayout
 from csbp.ownership import visible_rows
 from drafter.attention import LayerMask
 from pipelines.anchors import Tokens, legal_anchors
-from pipelines.draw import AnchorConfig, _Words, draw_anchors
+from pipelines.draw import (
+    AnchorConfig,
+    ListError,
+    _Words,
+    draw_anchors,
+    read_rejected,
+    write_rejected,
+)
 from tests.pipelines.test_anchors import tokens
 
 RULES = ("uniform", "locality", "supervised")
@@ -172,3 +179,44 @@ def test_drawn_anchors_are_legal_ascending_and_within_budget(data):
     bucket = [torch.bucketize(x, sample.document_starts, right=True) - 1 for x in (drawn, legal)]
     counts = [x.bincount(minlength=len(sample.document_starts)) for x in bucket]
     assert torch.equal(counts[0], counts[1].clamp(max=chosen.per_document))
+
+
+def rejected(per_document: int, **more) -> AnchorConfig:
+    return config(per_document, "rejected", rejected="list.jsonl", **more)
+
+
+@pytest.mark.parametrize(
+    ("named", "share", "wanted"), [(20, 0.75, 6), (4, 0.75, 4), (20, 1.0, 8), (38, 0.5, 6)]
+)
+def test_most_anchors_are_those_of_rejected_drafts(named, share, wanted):
+    """As many as the share asks for, fewer if there are no more, more if the rest has too few."""
+    sample = tokens("0" + "1" * 41)  # 40 legal anchors, from the second token on
+    listed = np.arange(1, 1 + named)
+    found = draw_anchors(sample, rejected(8, rejected_share=share), 4, 0, 0, listed)
+    assert len(found) == 8 == len(found.unique())
+    assert int(np.isin(found.numpy(), listed).sum()) == wanted
+    again = draw_anchors(sample, rejected(8, rejected_share=share), 4, 0, 1, listed)
+    assert not torch.equal(found, again)
+
+
+def test_a_sample_without_a_list_is_drawn_anywhere_and_a_short_one_whole():
+    sample = tokens("0" + "1" * 41)
+    assert len(draw_anchors(sample, rejected(8), 4, 0, 0)) == 8
+    assert len(draw_anchors(sample, rejected(64), 4, 0, 0, np.array([3]))) == 40
+
+
+def test_lists_are_read_as_written_and_others_are_refused(tmp_path):
+    file = tmp_path / "list.jsonl"
+    write_rejected(file, {"a": [3, 9], "b": []})
+    found = read_rejected(file)
+    assert {name: anchors.tolist() for name, anchors in found.items()} == {"a": [3, 9], "b": []}
+    file.write_text('{"id": "a"}\n')
+    for path in (file, tmp_path / "none"):
+        with pytest.raises(ListError, match="replay --store STORE --drafter DRAFTER --rejected FILE"):
+            read_rejected(path)
+
+
+def test_rule_and_list_go_together():
+    for more in ({"rule": "rejected"}, {"rule": "uniform", "rejected": "x"}):
+        with pytest.raises(ValueError, match="needs the file"):
+            AnchorConfig.model_validate({"per_document": 4, **more})
