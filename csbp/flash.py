@@ -25,7 +25,7 @@ from csbp.attention import (
     even_steps,
     hidden,
 )
-from csbp.tiles import KeyRanges, Tile, TileSizes
+from csbp.tiles import TILE_SIZES, KeyRanges, Tile, TileSizes
 
 # On a CPU a tile of a few thousand rows keeps every core busy; a mask has one number a row and key, whatever
 # the number of heads, so its bound is that of a tile of scores.
@@ -71,10 +71,12 @@ class _Part:
         self.per_block = self.plain.per_block
 
     def steps(self) -> Iterator[_Step]:
-        sizes = _CPU_TILES if self.masks else None
+        sizes, heads = _CPU_TILES, 1
+        if not self.masks:  # a masked edge is a tile of scores of every head
+            sizes, heads = TILE_SIZES[self.q.device.type], self.q.shape[0]
         for tile in self.ranges.tiles(self.per_block, sizes):
             begin, end = min(max(tile.all_lo, tile.lo), tile.hi), max(tile.lo, min(tile.all_hi, tile.hi))
-            most = max(16, _CPU_TILES.scores // (self.per_block * (tile.last - tile.first)))
+            most = max(16, sizes.scores // (heads * self.per_block * (tile.last - tile.first)))
             if begin >= end or (self.masks and tile.hi - tile.lo <= most):
                 # nothing is seen by all, or one masked step does not cost more than three
                 edges, dense = [(tile.lo, tile.hi)], []
@@ -122,7 +124,7 @@ def _backward(
             do, q, k, v, output, lse, 0.0, False, attn_mask=bias
         )
         return found
-    none = torch.zeros((), dtype=torch.int64)  # the state of a dropout that there is not
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
     gradients: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_flash_attention_backward(
         do, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, False, none, none
     )
