@@ -156,6 +156,11 @@ class FrozenHead:
         return FrozenHead(embedding, head, frequent, output=output)
 
     @cached_property
+    def narrow_head(self) -> Tensor:
+        """The head in bfloat16, for a search whose operands are rounded anyway."""
+        return self.head.to(torch.bfloat16)
+
+    @cached_property
     def embedding_rms(self) -> float:
         """Root mean square of all embedding entries, the unit in which a low-rank selector reads them."""
         total = sum(float(rows.double().square().sum()) for rows in self.embedding.split(8192))

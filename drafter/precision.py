@@ -26,6 +26,12 @@ def set_cpu_products(precision: Precision) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "none"  # type: ignore[attr-defined]
 
 
+def cpu_products_are_rounded(x: torch.Tensor) -> bool:
+    """Whether products of rows like `x` round their operands on this CPU."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return x.device.type == "cpu" and x.dtype == torch.float32 and matmul.fp32_precision == "bf16"
+
+
 @contextmanager
 def float32_products() -> Iterator[None]:
     """Products of full precision for a while, whatever `set_cpu_products` said.

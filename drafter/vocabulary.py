@@ -24,6 +24,7 @@ from torch import Tensor
 from drafter.frozen import FrozenHead, LogitScale
 from drafter.gather import gathered_dot
 from drafter.kernels import fused
+from drafter.precision import cpu_products_are_rounded, float32_products
 
 ROW_TILE = 512
 VOCABULARY_TILE = 2048
@@ -235,24 +236,39 @@ def top_k(
 
     A positive multiplier and the soft cap are monotone, so the products alone decide the order. Fewer rows
     than `row_tile` get wider tiles of as many products; where `head.product` exists they are as wide as the
-    vocabulary.
+    vocabulary. Where a CPU rounds operands to bfloat16, twice as many are searched with rounded products
+    and ordered by exact ones.
     """
-    wide = torch.promote_types(hidden_MD.dtype, torch.float32)
-    ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
+    tile_sizes = row_tile, vocabulary_tile
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        for rows in tiles(len(hidden_MD), row_tile):
-            if head.product is not None:
-                ids_Mk[rows] = largest(head.product(hidden_MD[rows]), k)[1]
-                continue
-            hidden_mD = hidden_MD[rows].to(wide)
-            best = hidden_mD.new_empty(len(hidden_mD), 0)
-            ids = ids_Mk.new_empty(len(hidden_mD), 0)
-            for columns in tiles(len(head.head), vocabulary_tile * row_tile // len(hidden_mD)):
-                values, places = largest(product(hidden_mD, head.head[columns].T), k)
-                best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
-                best, places = best.topk(min(k, best.shape[1]), dim=1)
-                ids = ids.gather(1, places)
-            ids_Mk[rows] = ids
+        if head.product is not None:
+            found = [largest(head.product(hidden_MD[rows]), k)[1] for rows in tiles(len(hidden_MD), row_tile)]
+            return torch.cat([torch.empty(0, k, dtype=torch.int64, device=hidden_MD.device), *found])
+        if not cpu_products_are_rounded(hidden_MD):
+            wide = torch.promote_types(hidden_MD.dtype, torch.float32)
+            return _search(hidden_MD.to(wide), head.head, k, tile_sizes)
+        ids_Mn = _search(
+            hidden_MD.to(torch.bfloat16), head.narrow_head, min(2 * k, len(head.head)), tile_sizes
+        )
+        with float32_products():
+            exact_Mn = gathered_dot(hidden_MD, head.head, ids_Mn)
+        return ids_Mn.gather(1, exact_Mn.topk(k, dim=1).indices)
+
+
+def _search(hidden_MD: Tensor, table_VD: Tensor, k: int, tile_sizes: tuple[int, int]) -> Tensor:
+    """`top_k` by products in the rows' dtype."""
+    row_tile, vocabulary_tile = tile_sizes
+    ids_Mk = torch.empty(len(hidden_MD), k, dtype=torch.int64, device=hidden_MD.device)
+    for rows in tiles(len(hidden_MD), row_tile):
+        hidden_mD = hidden_MD[rows]
+        best = hidden_mD.new_empty(len(hidden_mD), 0)
+        ids = ids_Mk.new_empty(len(hidden_mD), 0)
+        for columns in tiles(len(table_VD), vocabulary_tile * row_tile // len(hidden_mD)):
+            values, places = largest(product(hidden_mD, table_VD[columns].T), k)
+            best, ids = torch.cat((best, values), 1), torch.cat((ids, places + columns.start), 1)
+            best, places = best.topk(min(k, best.shape[1]), dim=1)
+            ids = ids.gather(1, places)
+        ids_Mk[rows] = ids
     return ids_Mk
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.frozen import FrozenHead
+from drafter.precision import set_cpu_products
 from drafter.vocabulary import (
     LogitScale,
     all_logits,
@@ -123,6 +124,24 @@ def test_top_k_is_exact_over_the_whole_vocabulary(tiles):
     hidden, head, _ = problem()
     ids = top_k(hidden, head, 6, row_tile=tiles[0], vocabulary_tile=tiles[1])
     assert torch.equal(ids, (hidden @ head.head.T).topk(6, 1).indices)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products"
+)
+def test_top_k_by_rounded_products_is_ordered_by_exact_ones():
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 64, generator=draw)
+    table = torch.randn(3000, 64, generator=draw)
+    head = FrozenHead(table, table)
+    exact = (hidden @ table.T).topk(8, 1).indices
+    set_cpu_products("bf16")
+    try:
+        found = top_k(hidden, head, 8, row_tile=16, vocabulary_tile=500)
+    finally:
+        set_cpu_products("fp32")
+    assert torch.equal(found, exact)
+    assert head.narrow_head.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("k", [1, 3, 16])
