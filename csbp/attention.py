@@ -12,6 +12,7 @@ Everything accumulates in fp32, or in float64 when the queries are float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -245,8 +246,11 @@ class Scores:
         self.q, self.k_TGE, self.ranges = q_GNE, k_TGE, ranges
         self.dtype = accumulator(q_GNE)
         self.per_block = q_GNE.shape[1] // max(1, ranges.hi.numel())
-        self.tiles = ranges.tiles(self.per_block)
         self.scratch: dict[str, Tensor] = {}
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return self.ranges.tiles(self.per_block)
 
     def steps(self, tile: Tile) -> list[tuple[int, int]]:
         """Key ranges of `tile` whose scores fit the scratch bound, in nearly equal steps."""
@@ -281,33 +285,40 @@ class Scores:
             edge.masked_fill_(hidden(self.ranges, tile, first, last)[None, :, None], float("-inf"))
         return scores
 
-    def meet(self, state: SoftmaxState, tile: Tile, v_TGE: Tensor, lo: int, hi: int) -> None:
-        """Add the keys [lo, hi) of a tile to the rows of `state`."""
+    def meet(self, state: SoftmaxState, tile: Tile, v_TGE: Tensor, steps: Iterable[tuple[int, int]]) -> None:
+        """Add ranges of keys of a tile to the rows of `state`."""
         rows = self.rows(tile)
         numerator, top, total = state.numerator[:, rows], state.max[:, rows], state.total[:, rows]
         q = self.q[:, rows].to(self.dtype) * self.q.shape[-1] ** -0.5
-        scores = self.visible(tile, q, self.keys(self.k_TGE, lo, hi), lo, hi)
-        new_top = torch.maximum(top, scores.amax(-1))
-        weights = scores.sub_(new_top[..., None]).exp_()
-        shrink = torch.exp(top - new_top)
-        total.mul_(shrink).add_(weights.sum(-1))
-        numerator.mul_(shrink[..., None]).add_(torch.bmm(weights, self.keys(v_TGE, lo, hi)))
-        top.copy_(new_top)
+        for lo, hi in steps:
+            scores = self.visible(tile, q, self.keys(self.k_TGE, lo, hi), lo, hi)
+            new_top = torch.maximum(top, scores.amax(-1))
+            weights = scores.sub_(new_top[..., None]).exp_()
+            shrink = torch.exp(top - new_top)
+            total.mul_(shrink).add_(weights.sum(-1))
+            numerator.mul_(shrink[..., None]).add_(torch.bmm(weights, self.keys(v_TGE, lo, hi)))
+            top.copy_(new_top)
 
     def gradients(
-        self, sums: PartGradients, upstream: Upstream, tile: Tile, v_TGE: Tensor, lo: int, hi: int
+        self,
+        sums: PartGradients,
+        upstream: Upstream,
+        tile: Tile,
+        v_TGE: Tensor,
+        steps: Iterable[tuple[int, int]],
     ) -> None:
         """Add the gradients of what `meet` does to `sums`."""
         rows, scale = self.rows(tile), self.q.shape[-1] ** -0.5
         q = self.q[:, rows].to(self.dtype) * scale
         do = upstream.do[:, rows].to(self.dtype)
         lse, delta = upstream.lse[:, rows, None], upstream.delta[:, rows, None]
-        k = self.keys(self.k_TGE, lo, hi)
-        weights = self.visible(tile, q, k, lo, hi).sub_(lse).exp_()
-        _accumulate(sums.dv[lo:hi], weights, do)
-        ds = self.product("ds", do, self.keys(v_TGE, lo, hi)).sub_(delta).mul_(weights)
-        _accumulate(sums.dk[lo:hi], ds, q)
-        sums.dq[:, rows].add_(torch.bmm(ds, k), alpha=scale)
+        for lo, hi in steps:
+            k = self.keys(self.k_TGE, lo, hi)
+            weights = self.visible(tile, q, k, lo, hi).sub_(lse).exp_()
+            _accumulate(sums.dv[lo:hi], weights, do)
+            ds = self.product("ds", do, self.keys(v_TGE, lo, hi)).sub_(delta).mul_(weights)
+            _accumulate(sums.dk[lo:hi], ds, q)
+            sums.dq[:, rows].add_(torch.bmm(ds, k), alpha=scale)
 
 
 class PartGradients(NamedTuple):
@@ -345,8 +356,7 @@ def part_forward(state: SoftmaxState, q_GNE: Tensor, k_TGE: Tensor, v_TGE: Tenso
     """
     scores = Scores(q_GNE, k_TGE, ranges)
     for tile in scores.tiles:
-        for lo, hi in scores.steps(tile):
-            scores.meet(state, tile, v_TGE, lo, hi)
+        scores.meet(state, tile, v_TGE, scores.steps(tile))
 
 
 def part_backward(
@@ -360,8 +370,7 @@ def part_backward(
     zeros = (torch.zeros_like(x, dtype=scores.dtype) for x in (k_TGE, v_TGE))
     sums = PartGradients(dq_GNE, *zeros)
     for tile in scores.tiles:
-        for lo, hi in scores.steps(tile):
-            scores.gradients(sums, upstream, tile, v_TGE, lo, hi)
+        scores.gradients(sums, upstream, tile, v_TGE, scores.steps(tile))
     return sums.dk, sums.dv
 
 

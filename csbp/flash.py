@@ -137,7 +137,7 @@ def part_forward(state: SoftmaxState, q_GNE: Tensor, k_TGE: Tensor, v_TGE: Tenso
     for step in part.steps():
         rows = part.rows(step)
         if step.hidden and not part.masks:
-            part.plain.meet(state, step.tile, v_TGE, step.lo, step.hi)
+            part.plain.meet(state, step.tile, v_TGE, [(step.lo, step.hi)])
             continue
         bias, blind = part.mask(step)
         (output,), (lse,) = _forward(*part.operands(step), bias)
@@ -165,11 +165,10 @@ def part_backward(
     for step in part.steps():
         rows = part.rows(step)
         if step.hidden and not part.masks:
-            part.plain.gradients(sums, upstream, step.tile, v_TGE, step.lo, step.hi)
+            part.plain.gradients(sums, upstream, step.tile, v_TGE, [(step.lo, step.hi)])
             continue
         bias, _ = part.mask(step)
-        of_rows = (x[None, :, rows] for x in (do_GNE, output_GNE, upstream.lse))
-        do, output, lse = of_rows
+        do, output, lse = (x[None, :, rows] for x in (do_GNE, output_GNE, upstream.lse))
         dq, dk, dv = _backward(do, *part.operands(step), output, lse.contiguous(), bias)
         sums.dq[:, rows].add_(dq[0])
         sums.dk[step.lo : step.hi].add_(dk[0].permute(1, 0, 2))

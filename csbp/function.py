@@ -12,7 +12,7 @@ from torch import Tensor
 from csbp.attention import Backend, OwnBlock, Upstream, own_block_mask, pack, unpack
 from csbp.transport import BlockRows, Route, Wire
 from drafter.attention import LayerMask
-from drafter.precision import float32_products
+from drafter.precision import cpu_products
 
 
 class _Attend(torch.autograd.Function):
@@ -35,7 +35,7 @@ class _Attend(torch.autograd.Function):
         groups = k_ABGE.shape[2]
         own = OwnBlock(k_ABGE, v_ABGE, mask_BB)
         rows = BlockRows(pack(q_ABHE, groups), own, B * H // groups, backend)
-        with float32_products():
+        with cpu_products("fp32"):
             state, kept = route.forward(wire, rows, k_TGE, v_TGE)
         output, lse = state.finish()
         ctx.save_for_backward(rows.q, k_ABGE, v_ABGE, k_TGE, v_TGE, mask_BB, output, lse, *kept)
@@ -49,7 +49,7 @@ class _Attend(torch.autograd.Function):
         upstream = Upstream(do, (do * output).sum(-1), lse)
         rows_of_a_block = ctx.block_size * ctx.heads // q.shape[0]
         rows = BlockRows(q, OwnBlock(k_ABGE, v_ABGE, mask_BB), rows_of_a_block, ctx.backend)
-        with float32_products():
+        with cpu_products("fp32"):
             grads = ctx.route.backward(ctx.wire, rows, upstream, k_TGE, v_TGE, kept)
         dq = unpack(grads.dq, ctx.block_size, ctx.heads)
         return (

@@ -21,11 +21,6 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" and device.type == "cuda" else torch.float32
 
 
-def set_cpu_products(precision: Precision) -> None:
-    """Let this process's float32 products on a CPU round their operands to bfloat16, or no longer."""
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "none"  # type: ignore[attr-defined]
-
-
 def cpu_products_are_rounded(x: torch.Tensor) -> bool:
     """Whether products of rows like `x` round their operands on this CPU."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -33,14 +28,15 @@ def cpu_products_are_rounded(x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def float32_products() -> Iterator[None]:
-    """Products of full precision for a while, whatever `set_cpu_products` said.
+def cpu_products(precision: Precision) -> Iterator[None]:
+    """For a while, float32 products on a CPU round their operands to bfloat16, or do not.
 
-    Small ones of ever other shapes, like attention's tiles, take several times as long in bfloat16.
+    A training run rounds them; inside it attention does not, because rounding makes small products of ever
+    other shapes, like those of its tiles, slower.
     """
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
-    matmul.fp32_precision = "none"
+    matmul.fp32_precision = "bf16" if precision == "bf16" else "none"
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from torch import Tensor
 from drafter.frozen import FrozenHead, LogitScale
 from drafter.gather import gathered_dot
 from drafter.kernels import fused
-from drafter.precision import cpu_products_are_rounded, float32_products
+from drafter.precision import cpu_products, cpu_products_are_rounded
 
 ROW_TILE = 512
 VOCABULARY_TILE = 2048
@@ -250,7 +250,7 @@ def top_k(
         ids_Mn = _search(
             hidden_MD.to(torch.bfloat16), head.narrow_head, min(2 * k, len(head.head)), tile_sizes
         )
-        with float32_products():
+        with cpu_products("fp32"):
             exact_Mn = gathered_dot(hidden_MD, head.head, ids_Mn)
         return ids_Mn.gather(1, exact_Mn.topk(k, dim=1).indices)
 

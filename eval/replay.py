@@ -99,12 +99,12 @@ def run_replay(options: ReplayOptions) -> dict[str, Any]:
     with _progress() as progress:
         bar = progress.add_task("replay", total=len(places) * len(methods))
         for store, index in places:
-            sample = store.sample(index)
+            name = store.ids[index]
             for method in methods:
                 spans = replay_spans(method.model, method.head, store, index, method.block, evidence)
                 if spans:
-                    steps[method.name][sample.id] = [step for _, found in spans for step in found]
-                    rejected[sample.id] = [
+                    steps[method.name][name] = [step for _, found in spans for step in found]
+                    rejected[name] = [
                         start + step.context
                         for start, found in spans
                         for step in found

@@ -46,8 +46,7 @@ def export_checkpoint(run: Path | str, which: str, out: Path | str) -> Path:
             shutil.copytree(best, staged, dirs_exist_ok=True)
         return out
     checkpoint = find_checkpoint(run, which)
-    drafter = Drafter(read_drafter_config(checkpoint))
-    drafter.load_state_dict(read_weights(checkpoint))
+    drafter = drafter_of(checkpoint)
     target = load_run(run / "run.yaml").drafter.target
     if target is None:
         raise CheckpointError(f"{run}/run.yaml names no target; add drafter.target to it")
@@ -95,6 +94,13 @@ def publish(run: Path, link: str, step: int, write: Any) -> Path:
         if path.name not in kept:
             shutil.rmtree(path)
     return folder / link
+
+
+def drafter_of(checkpoint: Path) -> Drafter:
+    """The drafter of a training checkpoint, on the CPU."""
+    drafter = Drafter(read_drafter_config(checkpoint))
+    drafter.load_state_dict(read_weights(checkpoint))
+    return drafter
 
 
 def read_drafter_config(checkpoint: Path) -> DrafterConfig:

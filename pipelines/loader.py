@@ -27,6 +27,7 @@ from pipelines.sampler import BatchConfig, Sampler
 _MOVED = (
     "features", "anchor_ids", "labels", "supervised", "block_positions", "last_states", "state_rows"
 )  # fmt: skip
+_CPU = torch.device("cpu")
 VALIDATION_EPOCH = "validation"  # names the random draw of held-out anchors: the same at every validation
 
 
@@ -131,8 +132,8 @@ class Loader:
         block_size: B.
         seed: of the run.
         last_hidden: read last hidden states too.
-        pin: into page-locked memory.
-        upload: a GPU that the next micro-batch is copied to beside the step; None leaves that to the step.
+        device: where a step is computed. For a GPU batches wait in page-locked memory, and with
+            `data.upload_ahead` the next one is copied there beside the step.
     """
 
     def __init__(
@@ -145,8 +146,7 @@ class Loader:
         block_size: int,
         seed: int,
         last_hidden: bool = False,
-        pin: bool = False,
-        upload: torch.device | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self._corpus = corpus
         self._sharding = sharding
@@ -155,8 +155,7 @@ class Loader:
         self._block_size = block_size
         self._seed = seed
         self._last_hidden = last_hidden
-        self._pin = pin
-        self._upload = upload
+        self._device = device
         self.sampler = Sampler(corpus.train, batch, self._measure(batch), seed)
         if batch.unit == "samples":
             batch.accumulation(sharding.replicas)  # refuse here, not in the reader's thread
@@ -181,7 +180,9 @@ class Loader:
 
     def _ahead(self, batches: Iterator[MicroBatch]) -> Prefetcher[MicroBatch]:
         reader = Prefetcher(batches, self._corpus.config.prefetch)
-        return reader if self._upload is None else Prefetcher(uploaded(reader, self._upload), 1)
+        if self._device.type == "cuda" and self._corpus.config.upload_ahead:
+            return Prefetcher(uploaded(reader, self._device), 1)
+        return reader
 
     def _measure(self, batch: BatchConfig) -> Callable[[SampleRef], int]:
         if batch.unit == "tokens":
@@ -253,7 +254,7 @@ class Loader:
             union_bytes=len(visible_rows(blocks.layout, plan.seam.masks)) * self._corpus.row_bytes,
             state_bytes_read=0 if states is None else states.numel() * states.element_size(),
         )
-        return batch.pin() if self._pin else batch
+        return batch.pin() if self._device.type == "cuda" else batch
 
     def _read_states(
         self, drawn: _Drawn, lengths: Sequence[int], own: Tensor

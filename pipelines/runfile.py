@@ -21,6 +21,7 @@ from csbp.footprint import Recompute
 from csbp.plan import Mode
 from csbp.routes import Transport
 from drafter.objective import ObjectiveConfig
+from drafter.precision import Precision
 from pipelines.corpus import DataConfig
 from pipelines.drafter_source import DrafterSource
 from pipelines.draw import AnchorConfig
@@ -143,7 +144,7 @@ class RunConfig(BaseModel):
     seed: int = Field(
         default=0, ge=0, description="Names every random draw: initial weights, data order, anchors."
     )
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Precision = Field(
         default="fp32",
         description="Operands of matrix products; sums, parameters and moments are float32 in any case. On "
         "a CPU `bf16` pays where it has AMX.",

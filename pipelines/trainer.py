@@ -25,10 +25,10 @@ from csbp.plan import StepPlan, plan_step
 from csbp.transport import Wire
 from drafter import kernels
 from drafter.model import Drafter
-from drafter.precision import compute_dtype, set_cpu_products
+from drafter.precision import compute_dtype, cpu_products
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
-from pipelines.exports import check_servable, publish, read_drafter_config, write_drafter
+from pipelines.exports import check_servable, drafter_of, publish, write_drafter
 from pipelines.figures import BYTES_READ, STEP_KINDS, Sums, training_figures
 from pipelines.grid import make_cost, make_grid
 from pipelines.loader import Loader, MicroBatch, Sharding
@@ -48,7 +48,7 @@ from pipelines.runfile import RunConfig, settings_by_key
 from pipelines.step import DraftStep
 from pipelines.stopping import StopSignal
 from pipelines.train_result import TrainResult, read_result
-from pipelines.training_state import CheckpointWriter, list_checkpoints, read_moments, read_weights
+from pipelines.training_state import CheckpointWriter, list_checkpoints, read_moments
 from pipelines.validation import validate
 
 
@@ -98,8 +98,6 @@ class Trainer:
         check_servable(self.drafter, self.target)
         self.corpus.check_reach(self.drafter.config, config.parallel.mode, config.objective)
         dtype = compute_dtype(config.precision, device)
-        if device.type == "cpu":
-            set_cpu_products(config.precision)
         self._backend, self._fallback = choose_backend(config.parallel.attention_backend, device, dtype)
         kernels.set_mode("never" if config.parallel.attention_backend == "torch" else "auto")
         on_distribution = config.objective.on_distribution
@@ -120,8 +118,7 @@ class Trainer:
             block_size=self.drafter.config.block_size,
             seed=config.seed,
             last_hidden=on_distribution,
-            pin=device.type == "cuda",
-            upload=device if config.data.upload_ahead and device.type == "cuda" else None,
+            device=device,
         )
         self.total_steps = config.schedule.total_steps(self.loader.sampler.steps_per_epoch)
         self.module = DraftStep(
@@ -155,6 +152,7 @@ class Trainer:
                 config.out, step=self.state.step, tensorboard=config.logging.tensorboard, active=self.lead
             ) as log,
             StopSignal() as stop,
+            cpu_products(config.precision),
         ):
             if self._fallback and self.device.type == "cuda":
                 log.say(f"attention backend {self._backend}: {self._fallback}")
@@ -366,9 +364,7 @@ class Trainer:
     def _make_drafter(self, checkpoint: Path | None) -> Drafter:
         if checkpoint is None:
             return make_drafter(self.config.drafter, self.corpus, self.target, self.config.seed)
-        drafter = Drafter(read_drafter_config(checkpoint))
-        drafter.load_state_dict(read_weights(checkpoint))
-        return drafter
+        return drafter_of(checkpoint)
 
     def _plan(self, layout: BlockLayout) -> StepPlan:
         parallel = self.config.parallel

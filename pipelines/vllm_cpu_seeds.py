@@ -15,7 +15,7 @@ import torch
 
 
 def repair() -> None:
-    """Patch the runner of this process, once, on a CPU; elsewhere and in other releases do nothing."""
+    """Patch the runner of this process, once, on a CPU; do nothing elsewhere or where it has no such step."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

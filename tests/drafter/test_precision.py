@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from drafter.precision import compute_dtype, float32_products, set_cpu_products
+from drafter.precision import compute_dtype, cpu_products
 
 
 @pytest.fixture
 def bf16_products():
-    set_cpu_products("bf16")
-    yield
-    set_cpu_products("fp32")
+    with cpu_products("bf16"):
+        yield
 
 
 def test_rows_are_narrow_on_a_gpu_only():
@@ -34,14 +33,15 @@ def test_a_cpu_rounds_operands_and_nothing_else(bf16_products):
 def test_attention_can_ask_for_full_precision(bf16_products):
     rows, weight = torch.randn(64, 512), torch.randn(512, 300)
     exact = rows.double() @ weight.double()
-    with float32_products():
+    with cpu_products("fp32"):
         found = rows @ weight
     assert (found.double() - exact).norm() / exact.norm() < 1e-6
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 
-def test_float32_products_are_exact_again_after_a_bf16_run(bf16_products):
-    set_cpu_products("fp32")
+def test_float32_products_are_exact_again_after_a_bf16_run():
+    with cpu_products("bf16"):
+        pass
     rows, weight = torch.randn(64, 512), torch.randn(512, 300)
     exact = rows.double() @ weight.double()
     assert ((rows @ weight).double() - exact).norm() / exact.norm() < 1e-6

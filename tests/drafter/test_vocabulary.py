@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.frozen import FrozenHead
-from drafter.precision import set_cpu_products
+from drafter.precision import cpu_products
 from drafter.vocabulary import (
     LogitScale,
     all_logits,
@@ -135,11 +135,8 @@ def test_top_k_by_rounded_products_is_ordered_by_exact_ones():
     table = torch.randn(3000, 64, generator=draw)
     head = FrozenHead(table, table)
     exact = (hidden @ table.T).topk(8, 1).indices
-    set_cpu_products("bf16")
-    try:
+    with cpu_products("bf16"):
         found = top_k(hidden, head, 8, row_tile=16, vocabulary_tile=500)
-    finally:
-        set_cpu_products("fp32")
     assert torch.equal(found, exact)
     assert head.narrow_head.dtype == torch.bfloat16
 
