@@ -34,7 +34,7 @@ from eval.draft_length import AcceptanceModel
 from eval.errors import EvalError
 from eval.metrics import acceptance_at, acceptance_length, buckets_present, in_bucket
 from eval.statistics import compare, estimate
-from pipelines.draw import write_rejected
+from pipelines.rejected import write_rejected
 from pipelines.store import FeatureStore, Sample
 from pipelines.target import resolve_target
 

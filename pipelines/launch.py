@@ -15,12 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from csbp.transport import WireError
+from pipelines.ranks import LostPeerError
 from pipelines.run_folder import check_same_run, complete
 from pipelines.runfile import load_run
 from pipelines.train_result import TrainResult
 from pipelines.trainer import run_train
 
 SHUTDOWN_SECONDS = 45  # for saving, or for noticing that a peer is gone; then ranks are killed
+LOST_PEER = 75  # exit code of a rank that ended because another had
 HOUSE = ("drafter", "csbp", "pipelines")
 
 
@@ -90,13 +93,21 @@ def _start(ranks: int, arguments: list[str], run: Path) -> None:
 
 
 def _failure(error: Any, run: Path) -> str:
-    rank, failure = error.get_first_failure()
+    rank, failure = min(error.failures.items(), key=lambda item: _blame(item[1]))
     code = failure.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     return (
         f"rank {rank} (process {failure.pid}) {how}; the other ranks were ended. The same command goes on "
         f"from the newest checkpoint in {run}"
     )
+
+
+def _blame(failure: Any) -> tuple[bool, float]:
+    """Smallest for the rank that ended first by itself.
+
+    Times are whole seconds, and the agent may see a dead rank and those that lost it at once.
+    """
+    return failure.exitcode in (LOST_PEER, -signal.SIGTERM), failure.timestamp
 
 
 def _rank_main(run_file: str, overrides: str, result_file: str) -> int:
@@ -108,7 +119,7 @@ def _rank_main(run_file: str, overrides: str, result_file: str) -> int:
         if type(error).__module__.split(".")[0] not in HOUSE:
             raise
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - no log yet
-        return 1
+        return LOST_PEER if isinstance(error, LostPeerError | WireError) else 1
     if rank == "0":
         Path(result_file).write_text(json.dumps(result.to_dict()))
     return 0

@@ -20,8 +20,9 @@ from csbp.ownership import visible_rows
 from csbp.plan import StepPlan
 from pipelines.anchors import Blocks, Tokens, build_blocks
 from pipelines.corpus import Corpus, SampleRef
-from pipelines.draw import AnchorConfig, draw_anchors, read_rejected
+from pipelines.draw import AnchorConfig, draw_anchors
 from pipelines.prefetch import Prefetcher
+from pipelines.rejected import read_rejected
 from pipelines.sampler import BatchConfig, Sampler
 
 _MOVED = (

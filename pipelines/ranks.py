@@ -83,12 +83,16 @@ def require_same(facts: Mapping[str, Any]) -> None:
                 )
 
 
+class LostPeerError(RanksError):
+    """Another rank is gone, so this one cannot go on: a consequence, not the cause."""
+
+
 @contextmanager
 def peers_named() -> Iterator[None]:
     """Say in one way what backends say in many when a peer is gone.
 
     Raises:
-        RanksError: in place of an error of gloo or NCCL.
+        LostPeerError: in place of an error of gloo or NCCL.
     """
     try:
         yield
@@ -98,7 +102,7 @@ def peers_named() -> Iterator[None]:
         text = str(error)
         if not isinstance(error, dist.DistError) and "gloo" not in text.lower():
             raise
-        raise RanksError(
+        raise LostPeerError(
             f"rank {dist.get_rank()} lost a peer: {text.splitlines()[0]}. Look at the log of the rank that "
             "ended first; the same command goes on from the newest checkpoint"
         ) from error

@@ -34,7 +34,7 @@ def test_the_script_runs_at_small_sizes(tmp_path):
     }
     assert all(row["tokens_per_second"] > 0 and sum(row["parts"].values()) > 0 for row in steps)
     others = {row["variant"] for row in report["steps"] if "ratio" in row}
-    assert others == {"dense logits", "plain modules"}
+    assert others == {"dense logits", "flash tiles", "plain modules"}
     assert {row["variant"] for row in report["steps"] if "skipped" in row} == {"FlexAttention"}
     assert "relative norm of the error" in run.stdout
 

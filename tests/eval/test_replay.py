@@ -12,7 +12,7 @@ from eval.block_drafter import BlockDrafter
 from eval.errors import EvalError
 from eval.replay import ReplayOptions, render_replay, replay_spans, run_replay, walk
 from eval.sampling import Sampling
-from pipelines.draw import read_rejected
+from pipelines.rejected import read_rejected
 from pipelines.store import FeatureStore, Manifest, StoreWriter, TokenSample
 from pipelines.target import config_fingerprint
 from tests.drafter.tiny import TARGET, VOCABULARY, tiny_config, tiny_drafter, tiny_head

@@ -12,14 +12,8 @@ from csbp.layout import BlockLayout
 from csbp.ownership import visible_rows
 from drafter.attention import LayerMask
 from pipelines.anchors import Tokens, legal_anchors
-from pipelines.draw import (
-    AnchorConfig,
-    ListError,
-    _Words,
-    draw_anchors,
-    read_rejected,
-    write_rejected,
-)
+from pipelines.draw import AnchorConfig, _Words, draw_anchors
+from pipelines.rejected import ListError, read_rejected, write_rejected
 from tests.pipelines.test_anchors import tokens
 
 RULES = ("uniform", "locality", "supervised")

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from pipelines.launch import LOST_PEER, _failure
 from pipelines.runfile import RunConfig, save_run
 from pipelines.training_state import find_checkpoint, list_checkpoints, read_state
 from tests.pipelines.tiny_run import make_run
@@ -111,3 +113,15 @@ def test_error_of_a_rank_is_said_in_a_line(tmp_path):
     assert "TopologyError: context_ranks must divide the world of 2 ranks, found 3" in err
     assert "failed with exit code 1" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("consequence", [LOST_PEER, -signal.SIGTERM])
+@pytest.mark.parametrize("cause", [-signal.SIGKILL, 1])
+def test_the_rank_that_ended_first_is_named_though_both_are_seen_in_the_same_second(cause, consequence):
+    ends = {
+        0: SimpleNamespace(exitcode=consequence, pid=10, timestamp=5),
+        1: SimpleNamespace(exitcode=cause, pid=11, timestamp=5),
+    }
+    said = _failure(SimpleNamespace(failures=ends), Path("run"))
+    assert said.startswith("rank 1 (process 11) ")
+    assert ("was killed by SIGKILL" if cause < 0 else "failed with exit code 1") in said
