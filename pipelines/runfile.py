@@ -94,8 +94,9 @@ class ParallelConfig(BaseModel):
     attention_backend: BackendName | Literal["auto"] = Field(
         default="auto",
         description="`triton` kernels on a GPU, `flash` PyTorch's FlashAttention where tiles are dense, "
-        "`torch` the plain form, of the drafter's other kernels too; `auto` takes `triton` for half "
-        "precision on a GPU, and says why where it does not.",
+        "`torch` the plain form, of the drafter's other kernels too; `auto` takes, for half "
+        "precision on a GPU, the faster of the first two at the run's own shape, `torch` elsewhere, and "
+        "says why.",
     )
     deterministic: bool = Field(
         default=False,

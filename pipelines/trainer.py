@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csbp.backends import choose_backend, fix_order_of_sums
+from csbp.backends import fix_order_of_sums
 from csbp.layout import BlockLayout
 from csbp.plan import StepPlan, plan_step
 from csbp.transport import Wire
 from drafter import kernels
 from drafter.model import Drafter
 from drafter.precision import compute_dtype, cpu_products
+from pipelines.backend_choice import backend_of
 from pipelines.corpus import Corpus
 from pipelines.drafter_source import find_target, make_drafter, make_head
 from pipelines.exports import check_servable, drafter_of, publish, write_drafter
@@ -98,13 +99,13 @@ class Trainer:
         check_servable(self.drafter, self.target)
         self.corpus.check_reach(self.drafter.config, config.parallel.mode, config.objective)
         dtype = compute_dtype(config.precision, device)
-        self._backend, self._fallback = choose_backend(config.parallel.attention_backend, device, dtype)
         kernels.set_mode("never" if config.parallel.attention_backend == "torch" else "auto")
         on_distribution = config.objective.on_distribution
         head = make_head(self.corpus, self.target, device, dtype, output=on_distribution)
         self.grid = grid = make_grid(
             config, self.corpus, self.drafter.config, head.head is head.embedding, device
         )
+        self._backend, self._why_backend = backend_of(config, self.corpus, self.drafter.config, grid, device)
         self._cost = make_cost(config, self.drafter.config, device)
         self._wire = Wire(grid)
         self.lead = grid.rank == 0
@@ -154,8 +155,8 @@ class Trainer:
             StopSignal() as stop,
             cpu_products(config.precision),
         ):
-            if self._fallback and self.device.type == "cuda":
-                log.say(f"attention backend {self._backend}: {self._fallback}")
+            if self._why_backend and self.device.type == "cuda":
+                log.say(f"attention backend {self._backend}: {self._why_backend}")
             batches = self.loader.train(self.state.step)
             try:
                 status = self._steps(batches, log, stop)
